@@ -44,7 +44,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_what_is_broken_is_left_out(recipe: str, broken: str) -> None:
     task, _ = unskip.recipes.build_task(small(recipe, data=broken))
     assert sum("left out 1 of 208" in note for note in task.notes) == 2
-    assert sum("held as squares of 8 pixels" in note for note in task.notes) == 2
+    assert sum("stored as central squares of 8 pixels" in note for note in task.notes) == 2
     task.loss(task.model, next(task.feed.iterate(0, 1)))
 
 
@@ -84,7 +84,7 @@ def test_an_opener_serves_every_run(splits: list[str], tmp_path: Path) -> None:
 def test_a_folder_that_is_taken_is_refused_before_images_are_opened(splits: list[str], tmp_path: Path) -> None:
     unskip.train(small("supervised"), tmp_path / "a", quiet=True)
     assert splits == ["train", "test"]
-    with pytest.raises(BadInput, match=r"holds a run already.*--out"):
+    with pytest.raises(BadInput, match=r"already has a run.*--out"):
         unskip.train(small("supervised"), tmp_path / "a", quiet=True)
     assert splits == ["train", "test"]
     shutil.rmtree(tmp_path / "a" / "checkpoints")

@@ -175,7 +175,7 @@ def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
     shutil.copytree(autoencoder, tmp_path / "kl")
     for file in (tmp_path / "kl").glob("*.safetensors"):
         file.write_bytes(b"nothing")
-    with pytest.raises(LoadError, match="no AutoencoderKL"):
+    with pytest.raises(LoadError, match="cannot be loaded as AutoencoderKL"):
         Autoencoder.open(tmp_path / "kl")
 
 

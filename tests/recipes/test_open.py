@@ -141,7 +141,7 @@ def test_ema_weights_are_loaded(tmp_path: Path) -> None:
             lambda folder: (folder / "train" / "a" / "3.png").rename(folder / "train" / "b" / "99.png"),
             "train data .* other labels",
         ),
-        (lambda folder: folder.rename(folder.parent / "elsewhere"), "moved is named by --data"),
+        (lambda folder: folder.rename(folder.parent / "elsewhere"), "was moved, give its path: --data"),
     ],
     ids=["an image less", "another image", "another label", "elsewhere"],
 )

@@ -167,7 +167,7 @@ def test_images_evaluated_in_training_are_of_every_class_alike() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mask": 1.0}, "nothing to see"),
+        ({"mask": 1.0}, "nothing to encode"),
         ({"patch": 3}, "patches of 3 .* size 8"),
         ({"model": "timm:resnet18", "model_args": ""}, "no ViT|no patch tokens"),
         ({"model": "torchvision:vit_b_16"}, "ViT of timm"),
@@ -186,7 +186,7 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None
 
 def test_a_device_that_is_not_there_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BadInput, match="no GPU; take auto"):
+    with pytest.raises(BadInput, match="no GPU; use auto"):
         build_task(tiny(device="cuda"))
     with pytest.raises(BadInput, match=r"device is 'gpu'; .* auto"):
         open_run(run, device="gpu")

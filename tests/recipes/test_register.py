@@ -50,7 +50,7 @@ class Nothing(Objective):
     [
         ({"name": "Bad Name"}, "lower-case"),
         ({"config": type("Plain", (Config,), {})}, "@dataclass"),
-        ({"presets": {"digits": {"lr": 1.0}}}, "'digits' is Preset"),
+        ({"presets": {"digits": {"lr": 1.0}}}, "'digits' must be a Preset"),
         ({"objective": Objective}, "no loss"),
         ({"build_model": lambda config: None}, r"build_model\(config, facts\)"),
     ],

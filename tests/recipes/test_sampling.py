@@ -175,11 +175,11 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     table = capsys.readouterr().out.strip().partition("\n\n")[2].splitlines()
     assert [line.split()[:2] for line in (table[0], *table[2:])] == [["time", "block"], ["0.5", "4"], ["1", "4"]]
     for wrong, text in (
-        (["--n", "0"], "ask for one or more"),
+        (["--n", "0"], "draw one or more"),
         (["--sampler", "ddim"], "heun"),
         (["--label", "11"], "label 11 is out of range"),
         (["--precision", "int8"], "bf16"),
-        (["--evaluate", "nowhere"], "no extractor there"),
+        (["--evaluate", "nowhere"], "not an extractor"),
         (["--evaluate", "nowhere", "--label", "3"], "leave --label out"),
     ):
         assert cli.main(["sample", str(run), "--steps", "1", "--n", "2", *wrong][: 4 + 2 + len(wrong)]) == 2
@@ -205,7 +205,7 @@ def test_what_cannot_be_drawn(run: Path, tmp_path: Path) -> None:
         unskip.sample(tmp_path / "run")
     with pytest.raises(BadInput, match="no noise levels"):
         evaluate_run(tmp_path / "run", ["knn-dino-v1"], times=(1.0,))
-    with pytest.raises(BadInput, match=r"a time of 1\.5"):
+    with pytest.raises(BadInput, match=r"time is 1\.5"):
         evaluate_run(run, ["knn-dino-v1"], times=(1.5,))
     with pytest.raises(BadInput, match="rank-v1"):
         evaluate_run(run, ["knn-dino-v1"], times=(1.0,), changes={"rank-v1": {"images": 10}})

@@ -87,7 +87,7 @@ def test_rules_paths_and_numbers_of_numpy_are_held_as_a_run_keeps_them(tmp_path:
         ("flip", "no", "flip is 'no', .* True or False"),
         ("where", len, "where is <built-in .* text"),
         ("model_args", {"act_layer": len}, "model_args is {.*}; .* text"),
-        ("shortcut", {"mlp": "cut"}, "one rule; where="),
+        ("shortcut", {"mlp": "cut"}, "single rule; select its sites with where="),
     ],
 )
 def test_a_field_of_another_kind(field: str, value: object, message: str) -> None:
@@ -98,9 +98,9 @@ def test_a_field_of_another_kind(field: str, value: object, message: str) -> Non
 @pytest.mark.parametrize(("recipe", "preset", "changes", "message"), [
     ("sit", "cifar", {"epochs": 3}, "epochs is 3, .* 15000"),
     ("supervised", "digits", {"temperature": 3.0}, "temperature is 3.0, .* no teacher"),
-    ("supervised", "digits", {"weights": "x", "teacher": "original", "smoothing": 0.3}, "no share of the loss"),
-    ("supervised", "digits", {"model": "torchvision:vit_b_16", "drop_path": 0.1}, "only models of timm"),
-    ("mae", "digits", {"scale": 0.5}, "crop is none; take resized"),
+    ("supervised", "digits", {"weights": "x", "teacher": "original", "smoothing": 0.3}, "not part of the loss"),
+    ("supervised", "digits", {"model": "torchvision:vit_b_16", "drop_path": 0.1}, "is no model of timm"),
+    ("mae", "digits", {"scale": 0.5}, "crop is none; use resized"),
     ("dino", "digits", {"balance": "sinkhorn", "centre_momentum": 0.5}, "balance is sinkhorn"),
     ("sit", "digits", {"cache": "elsewhere"}, "it is for latents"),
 ])  # fmt: skip

@@ -59,7 +59,7 @@ def test_an_unknown_field_or_preset_is_an_error_with_the_nearest_names() -> None
         ({"smoothing": 2.0}, "smoothing is 2.0"),
         ({"warmup": 1.5}, "warmup is 1.5"),
         ({"size": 8, "patch": 3}, "patches of 3 .* size 8"),
-        ({"model": "timm:swin_tiny_patch4_window7_224"}, "num_heads=2. Other model_args"),
+        ({"model": "timm:swin_tiny_patch4_window7_224"}, "num_heads=2. Change model_args"),
     ],
 )
 def test_bad_fields_are_told_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -172,7 +172,7 @@ def test_a_pretrained_encoder_is_trained_on_as_a_classifier(pretrained: Path, gi
     shared = [name for name in theirs if "unskip" not in name]  # without the shortcuts it learned
     assert ours.keys() - shared == {"head.weight", "head.bias", "norm.weight", "norm.bias"}
     assert all(torch.equal(ours[name], theirs[name]) for name in shared)
-    assert "new beside the encoder" in notes(tmp_path / "run")
+    assert "not in the encoder" in notes(tmp_path / "run")
     assert "head, norm" in notes(tmp_path / "run")
 
 
@@ -187,7 +187,7 @@ def test_tokens_may_be_averaged_where_the_encoder_had_a_last_norm(tmp_path: Path
 
 def test_an_encoder_of_another_shape_is_refused(pretrained: Path) -> None:
     for arguments in ("depth=2,embed_dim=32,num_heads=2", "depth=3,embed_dim=16,num_heads=2"):
-        with pytest.raises(BadInput, match=r"give it the model"):
+        with pytest.raises(BadInput, match=r"use the model"):
             unskip.recipes.build_task(tiny(weights=str(pretrained), model_args=arguments))
 
 

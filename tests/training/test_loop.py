@@ -117,7 +117,7 @@ def test_what_the_launcher_was_told_elsewhere_changes_nothing(tmp_path: Path, mo
 
 def test_sharding_that_the_launcher_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(BadInput, match=r"asks for FSDP: leave that out; --fsdp"):
+    with pytest.raises(BadInput, match=r"sets FSDP; unset it .* --fsdp"):
         run_task(task(), schedule(steps=3), new(tmp_path / "run"), quiet=True)
 
 
@@ -231,7 +231,7 @@ def test_the_most_memory_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_graph_that_cannot_be_is_said_and_noted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    note = "graph is off: a CUDA graph is for a GPU, and this run is on cpu"
+    note = "graph is off: a CUDA graph needs a GPU, and this run is on cpu"
     run_task(task(stop_at=3), schedule(graph=True), new(tmp_path / "run"))
     assert note in capsys.readouterr().err
     run_task(task(), schedule(graph=True), RunFolder.open(tmp_path / "run"))

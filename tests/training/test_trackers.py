@@ -58,7 +58,7 @@ def test_one_that_fails_to_start_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_one_that_fails_later_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", broken)
-    with pytest.warns(UnskipWarning, match=r"tracker tensorboard gets nothing from step 4 on: no server") as found:
+    with pytest.warns(UnskipWarning, match=r"tracker tensorboard stops at step 4: no server") as found:
         assert run_task(task(), schedule(tracker="tensorboard"), new(tmp_path / "run"), quiet=True).finished
     assert len(found) == 1
 

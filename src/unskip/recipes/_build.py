@@ -1,8 +1,7 @@
-"""From a config to a task: data, model, initialisation, rewiring, optimizer, evaluations, the same for all recipes.
+"""Builds the task of a config: data, model, initialisation, rewiring, optimizer and evaluations, for all recipes.
 
 The order matters: weights and initialisation come before rewiring, and rewiring and parameter groups before the loop
-wraps the model. Attention that is calibrated is so in the rewired model: what a block sees depends on the skips before
-it.
+wraps the model.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from unskip.recipes._registry import recipe_of
 from unskip.training import Schedule, Task, device_of
 from unskip.wiring import Keep, Wiring, parse, rewire
 
-_SAMPLE = 64  # images of the evaluated split that initialisation, rewiring and health checks look at
+_SAMPLE = 64  # evaluation images for initialisation, rewiring and health checks
 
 
 def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Schedule]:
@@ -41,18 +40,17 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
     facts = objective.facts(train)
     model = recipe.build_model(config, facts)
     if not isinstance(model, nn.Module):
-        raise BadInput(f"recipe {recipe.name!r}: build_model returns {type(model).__name__}; it is a module")
+        raise BadInput(f"recipe {recipe.name!r}: build_model returns {type(model).__name__}, not a module")
     model = model.to(device)
     notes = [*train.report, *test.report, *objective.start(model, sample)]
-    made = objective.preprocess(facts.channels)
-    if made is not None:  # in place of what comes with loaded weights
-        set_preprocess(model, made)
-        set_preprocess(objective.encoder(model), made)
+    preprocess = objective.preprocess(facts.channels)
+    if preprocess is not None:  # replaces that of loaded weights
+        set_preprocess(model, preprocess)
+        set_preprocess(objective.encoder(model), preprocess)
     wirings = wire(objective, model, sample[:2])
     if wirings and _unfinished(wirings[0], progress.steps):
         notes.append(
-            f"the run ends after {progress.steps} steps, before {config.shortcut} does: take a longer run or an "
-            "earlier @"
+            f"the run ends at step {progress.steps}, before {config.shortcut} does; train longer, or give an earlier @"
         )
     if config.grad_checkpointing:
         _checkpoint_gradients(config, objective.trained(model))
@@ -60,16 +58,18 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
     optimizer = build_optimizer(objective.trained(model), config.optimizer, config.lr, config.weight_decay, **options)
     if config.freeze_heads is not None:
         if config.fsdp:
-            raise BadInput("freeze_heads and fsdp: a shard holds no whole heads; take one of them")
+            raise BadInput("freeze_heads does not work with fsdp, which splits heads; leave one of them out")
+        pairs = has_pairs(config.init)
         for part in objective.rewired(model):
-            pairs = has_pairs(config.init)
             freeze_heads(part, optimizer, config.freeze_heads, sample[:2], pairs=pairs, rate=config.carry_rate)
     elif config.carry_rate:
-        raise BadInput("carry_rate is that of frozen heads: give freeze_heads, too")
+        raise BadInput("carry_rate applies to frozen heads; give freeze_heads, too")
     objective.begin(model, optimizer, progress)
     evaluations = objective.evaluations(model, train_feed, test_feed, evaluated_split(config))
-    if not isinstance(evaluations, Mapping) or not all(callable(each) for each in evaluations.values()):
-        raise BadInput(f"recipe {recipe.name!r}: evaluations returns {evaluations!r}; it maps names to functions")
+    if not isinstance(evaluations, Mapping) or not all(callable(value) for value in evaluations.values()):
+        raise BadInput(
+            f"recipe {recipe.name!r}: evaluations returns {evaluations!r}; return a mapping of names to functions"
+        )
     task = Task(
         model=model,
         feed=feed,
@@ -88,7 +88,7 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
         keep=lambda run: objective.keep(facts, run),
         record={
             "facts": asdict(facts),
-            "preprocess": made and made.to_dict(),
+            "preprocess": preprocess and preprocess.to_dict(),
             "data": {"train": data_record(train), "test": data_record(test)},
         },
     )
@@ -96,7 +96,7 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
 
 
 def wire(objective: Objective, model: nn.Module, sample: Tensor) -> tuple[Wiring, ...]:
-    """Puts the shortcut of the config into the model. A model that keeps its skips is left as it is."""
+    """Rewires the model by the config's shortcut. With `keep` the model is unchanged."""
     config, parts = objective.config, objective.rewired(model)
     if parse(config.shortcut) == Keep():
         return ()
@@ -104,10 +104,10 @@ def wire(objective: Objective, model: nn.Module, sample: Tensor) -> tuple[Wiring
 
 
 def _checkpoint_gradients(config: Config, model: nn.Module) -> None:
-    """Turns on gradient checkpointing, by the method that models of timm, transformers and this package have."""
+    """Turns on gradient checkpointing by the method of timm, transformers or this package."""
     if config.graph:
-        raise BadInput("graph and grad_checkpointing: a CUDA graph holds no second forward pass; take one of them")
-    found = False
+        raise BadInput("graph does not work with grad_checkpointing; leave one of them out")
+    enabled = False
     module: Any
     for module in model.modules():
         if callable(getattr(module, "set_grad_checkpointing", None)):
@@ -116,28 +116,28 @@ def _checkpoint_gradients(config: Config, model: nn.Module) -> None:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             continue
-        found = True
-    if not found:
+        enabled = True
+    if not enabled:
         raise BadInput(
             f"grad_checkpointing: {type(model).__name__} has neither set_grad_checkpointing (timm) nor "
-            "gradient_checkpointing_enable (transformers); leave it out, or give the model one"
+            "gradient_checkpointing_enable (transformers); leave grad_checkpointing out, or add one to the model"
         )
 
 
 def _unfinished(wiring: Wiring, steps: int) -> bool:
-    """Whether an annealed shortcut does not reach its end within the run."""
+    """Whether an annealed shortcut ends after the run."""
     alphas = []
-    for step in (steps - 1, 2**62, 0):  # the run's last step, the very last one, and back to the first
+    for step in (steps - 1, 2**62, 0):  # last of the run, end of the shortcut, and back to the first
         wiring.step(step)
         alphas.append([*wiring.alphas])
     return alphas[0] != alphas[1]
 
 
 def steps_of(config: Config, steps_per_epoch: int) -> int:
-    """The length of a run: its steps, where given, or its epochs."""
+    """The length of a run, from its steps, or else its epochs."""
     steps: int = round(config.epochs * steps_per_epoch) if config.steps is None else config.steps
     if steps < 1:
-        raise BadInput(f"{steps} steps: give steps or epochs for one at least")
+        raise BadInput(f"{steps} steps; give steps or epochs for at least one")
     return steps
 
 
@@ -146,9 +146,7 @@ def schedule_of(config: Config, steps: int) -> Schedule:
     names = {field.name for field in fields(Schedule)} - {"steps", "warmup"}
     shared = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if config.accumulate > 0 and config.batch % config.accumulate:
-        raise BadInput(
-            f"a batch of {config.batch} cannot be divided into {config.accumulate} equal parts: take another accumulate"
-        )
+        raise BadInput(f"a batch of {config.batch} cannot be split into {config.accumulate} equal parts (accumulate)")
     if not 0 <= config.warmup <= 1:
-        raise BadInput(f"warmup is {config.warmup!r}; it is a fraction of the steps, from 0 to 1")
+        raise BadInput(f"warmup is {config.warmup!r}; give a fraction of the steps, from 0 to 1")
     return Schedule(steps=steps, warmup=round(config.warmup * steps), **shared)

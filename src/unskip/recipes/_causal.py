@@ -1,10 +1,10 @@
-"""Decoder-only models of Hugging Face transformers: by the kind of their config, or by name or folder.
+"""Decoder-only models of Hugging Face transformers, by kind, name or folder.
 
     gpt2, llama, mistral, qwen3, ...    a config of this kind, with random weights; model_args are its fields
-    hf:NAME-or-FOLDER                   the config of the hub or of a folder, with its weights where they are asked for
+    hf:NAME-or-FOLDER                   the config of the hub or of a folder; with pretrained=True its weights
 
-Of a kind, what its fields do not say follows from the others: as many key heads as heads, heads of width / heads,
-gated MLPs of 8/3 of the width, no dropout.
+Defaults of a kind follow from the given fields: as many key heads as heads, heads of width / heads, gated MLPs of 8/3
+of the width, no dropout.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from unskip._extras import need
 from unskip._words import nearest
 from unskip.errors import BadInput
 
-_MULTIPLE = 64  # of a vocabulary: matrix products of other sizes are slow on GPUs
+_MULTIPLE = 64  # vocabulary and MLP sizes are multiples: matrix products of other sizes are slow on GPUs
 
 
 def check_kind(model: str) -> None:
-    """Raises BadInput for a model that is none."""
+    """Raises BadInput if `model` is not a causal language model."""
     if model.startswith("hf:"):
         return
     kinds = _causal_kinds()
@@ -44,7 +44,7 @@ def architecture(model: str, arguments: dict[str, Any], vocabulary: int, context
         _check_room(model, config, vocabulary, context)
     else:
         config = _of_kind(model, arguments, vocabulary, context, end)
-    config.use_cache = False  # of training; sampling asks for it
+    config.use_cache = False  # for training; sampling turns it on
     return {"model_type": config.model_type, **json.loads(config.to_json_string(use_diff=False))}
 
 
@@ -53,17 +53,17 @@ def build_causal(described: dict[str, Any]) -> nn.Module:
     transformers = need("transformers")
     config = transformers.CONFIG_MAPPING[described["model_type"]].from_dict(described)
     try:
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # of transformers, about fields that do not fit together
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # transformers raises many kinds for inconsistent fields
         raise BadInput(f"model {described['model_type']}: {type(error).__name__}: {_line(error)}") from error
-    assert isinstance(made, nn.Module)
-    return made
+    assert isinstance(model, nn.Module)
+    return model
 
 
 def pretrained_weights(model: str) -> dict[str, Any]:
-    """The weights that go with hf:NAME-or-FOLDER."""
+    """The weights of hf:NAME-or-FOLDER."""
     if not model.startswith("hf:"):
-        raise BadInput(f"pretrained: {model} is a kind of model without weights; name one, hf:NAME-or-FOLDER")
+        raise BadInput(f"pretrained: {model} is a kind of model without weights; give hf:NAME-or-FOLDER")
     name = model.removeprefix("hf:")
     try:
         with spec.hub(needed=not Path(name).expanduser().is_dir()):
@@ -76,7 +76,7 @@ def pretrained_weights(model: str) -> dict[str, Any]:
 
 
 def takes_cache(model: nn.Module) -> bool:
-    """Whether a model can keep the keys and values of the tokens that it has seen."""
+    """Whether a model can cache the keys and values of earlier tokens."""
     return {"past_key_values", "use_cache"} <= {*inspect.signature(model.forward).parameters}
 
 
@@ -99,28 +99,26 @@ def _named(name: str, arguments: dict[str, Any]) -> Any:
 def _check_room(model: str, config: Any, vocabulary: int, context: int) -> None:
     if config.vocab_size < vocabulary:
         raise BadInput(
-            f"{model}: its vocabulary is {config.vocab_size}, and the tokenizer has {vocabulary} ids; give the model's "
-            f"own, tokenizer={model.removeprefix('hf:')!r}"
+            f"{model}: its vocabulary is {config.vocab_size}, and the tokenizer has {vocabulary} ids; use the model's "
+            f"tokenizer, {model.removeprefix('hf:')!r}"
         )
-    room = getattr(config, "max_position_embeddings", None)
-    if room is not None and room < context:
-        raise BadInput(
-            f"{model}: it has {room} positions, and the context is {context}; take a context of {room} or less"
-        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < context:
+        raise BadInput(f"{model}: it has {positions} positions, and the context is {context}; shorten the context")
 
 
 def _of_kind(kind: str, arguments: dict[str, Any], vocabulary: int, context: int, end: int) -> Any:
     cls: Any = need("transformers").CONFIG_MAPPING[kind]
-    usual = cls()
-    fields = {*usual.to_dict(), *usual.attribute_map}
+    default = cls()
+    fields = {*default.to_dict(), *default.attribute_map}
     unknown = sorted({*arguments} - fields)
     if unknown:
         raise BadInput(f"model_args: {cls.__name__} has no field {unknown[0]!r}{nearest(unknown[0], fields)}")
-    given: dict[str, Any] = {
+    derived: dict[str, Any] = {
         name: 0.0 for name in fields if name.endswith(("_pdrop", "_dropout", "dropout_rate")) or name == "dropout"
     }
-    width = arguments.get("hidden_size", arguments.get("n_embd", usual.hidden_size))
-    heads = arguments.get("num_attention_heads", arguments.get("n_head", getattr(usual, "num_attention_heads", 1)))
+    width = arguments.get("hidden_size", arguments.get("n_embd", default.hidden_size))
+    heads = arguments.get("num_attention_heads", arguments.get("n_head", getattr(default, "num_attention_heads", 1)))
     if width < 1 or heads < 1 or width % heads:
         raise BadInput(f"model_args: a width of {width} is not divided evenly by {heads} heads; change one of them")
     for name, value in (
@@ -128,15 +126,16 @@ def _of_kind(kind: str, arguments: dict[str, Any], vocabulary: int, context: int
         ("head_dim", width // heads),
         ("intermediate_size", -(-8 * width // 3 // _MULTIPLE) * _MULTIPLE),
     ):
-        unset = getattr(usual, name, None) is None and name != "num_key_value_heads"  # unset means all heads to most
-        if name in fields and name not in arguments and not unset and width != usual.hidden_size:
-            given[name] = value
+        # None stays None, except for key heads: most kinds read it as the number of heads.
+        unset = getattr(default, name, None) is None and name != "num_key_value_heads"
+        if name in fields and name not in arguments and not unset and width != default.hidden_size:
+            derived[name] = value
     ends = {name: end for name in ("bos_token_id", "eos_token_id") if name in fields}
-    given |= {"vocab_size": -(-vocabulary // _MULTIPLE) * _MULTIPLE, "max_position_embeddings": context, **ends}
-    given["pad_token_id"] = None  # sequences are never padded, and the embedding of a padding token is never trained
+    derived |= {"vocab_size": -(-vocabulary // _MULTIPLE) * _MULTIPLE, "max_position_embeddings": context, **ends}
+    derived["pad_token_id"] = None  # no padding is used, and the embedding of a padding token would not be trained
     try:
-        config = cls(**{**given, **arguments})
-    except Exception as error:  # of transformers' own checks
+        config = cls(**{**derived, **arguments})
+    except Exception as error:  # checks of transformers
         raise BadInput(f"model_args: {cls.__name__}: {_line(error)}") from error
     _check_room(kind, config, vocabulary, context)
     return config

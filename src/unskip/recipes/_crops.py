@@ -1,4 +1,4 @@
-"""What the recipes over several crops of an image share, DINO and SimCLR: their crops and their backbone."""
+"""Crops and backbone of the recipes that train on several crops of an image: DINO and SimCLR."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from unskip.training import Evaluation
 
 
 class CropsObjective(Objective):
-    """Batches of crops, a backbone of timm that takes images of several sizes, and kNN during training."""
+    """Batches of crops, a timm backbone for images of several sizes, and kNN during training."""
 
-    crops: CropFeed  # set with the feed; the loss makes the crops, so that a CUDA graph holds that work too
+    crops: CropFeed  # set by `feed`; the loss makes the crops, so that this is part of a CUDA graph
 
     def check(self) -> None:
         check_ranges(self.config, {"patch": (1, math.inf), "jitter": (0, math.inf), "source": (1, math.inf)})
@@ -50,7 +50,7 @@ class CropsObjective(Objective):
         return DrawnFeed(self.crops)
 
     def evaluation_feed(self, images: ImageSet, device: torch.device) -> Feed:
-        batch = max(self.config.batch, 512)  # nothing is kept for a backward pass
+        batch = max(self.config.batch, 512)  # no activations are kept for a backward pass
         return self._images(subset(images, self.config.online_images), device, batch)
 
     def builder(self, facts: Facts) -> dict[str, Any]:
@@ -62,12 +62,12 @@ class CropsObjective(Objective):
 
 
 def backbone_arguments(config: Any, facts: Facts) -> dict[str, Any]:
-    """The arguments of a backbone that returns a vector for an image and takes images of several sizes."""
+    """The arguments of a backbone that takes images of several sizes and returns one vector per image."""
     return timm_arguments(config, facts.channels, dynamic_img_size=True)
 
 
 def backbone(config: Any, facts: Facts) -> nn.Module:
-    """The backbone that a config names. Raises BadInput where it is no ViT that takes images of several sizes."""
+    """The backbone of a config. Raises BadInput unless it is a ViT that takes images of several sizes."""
     try:
         model = built(config, backbone_arguments(config, facts))
     except BadInput:
@@ -79,8 +79,8 @@ def backbone(config: Any, facts: Facts) -> nn.Module:
 
 def _refuse_one_size(config: Any, model: nn.Module) -> None:
     name = type(model).__name__
-    if not hasattr(model, "dynamic_img_size") and name != "NaFlexVit":  # which takes any size without it
+    if not hasattr(model, "dynamic_img_size") and name != "NaFlexVit":  # NaFlexVit always takes any size
         raise BadInput(
-            f"{config.model}: {name} has no dynamic_img_size; the backbone is a ViT of timm that takes images of any "
-            "size, as timm:vit_small_patch16_224"
+            f"{config.model}: {name} has no dynamic_img_size; use a ViT of timm that takes images of any size, such as "
+            "timm:vit_small_patch16_224"
         )

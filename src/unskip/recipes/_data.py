@@ -1,6 +1,6 @@
-"""The images of a run, opened in the same way for every recipe; and what a run records of its images or text.
+"""Opens the images of a run, and records what identifies its images or text.
 
-Decoding a set can take longer than training on it. Several runs on one set share a cached opener:
+Decoding a set can take longer than training on it. Several runs on one set can share a cached opener:
 
     opener = cached_opener()
     for config in configs:
@@ -22,19 +22,19 @@ Opener = Callable[..., ImageSet]  # with the arguments of `open_images`
 
 
 def cached_opener() -> Opener:
-    """An opener that keeps what it opened: the training and the evaluated split of two sets."""
+    """An opener with a cache for the training and the evaluated split of two sets."""
     return lru_cache(4)(open_images)
 
 
 def evaluated_split(config: Config) -> Literal["val", "test"]:
-    """The split that a run is evaluated on."""
+    """The split on which a run is evaluated."""
     return "val" if config.validate else "test"
 
 
 def open_split(
     config: Config, split: Literal["train", "val", "test"], opener: Opener | None = None, hold_out: bool = False
 ) -> ImageSet:
-    """One split of the images of a config. Images of several sizes are held as squares: of `source`, or of `size`."""
+    """One split of a config's images. Images of several sizes are stored as squares of `source` or `size` pixels."""
     opener = opener or open_images
     options: dict[str, Any] = {"root": config.data_root, "hold_out": hold_out, "download": config.download}
     try:
@@ -42,14 +42,14 @@ def open_split(
     except MixedSizes:
         size = getattr(config, "source", None) or config.size
         images = opener(config.data, split, size=size, **options)
-        line = f"images of several sizes: all are held as squares of {size} pixels, their central part"
+        line = f"images of several sizes: all are stored as central squares of {size} pixels"
         return replace(images, report=(*images.report, line))
 
 
 def open_splits(
     config: Config, opener: Opener | None = None, split: Literal["val", "test"] | None = None
 ) -> tuple[ImageSet, ImageSet]:
-    """The training split and the evaluated one, with the same number of channels; `split` replaces the config's."""
+    """The training and the evaluated split, with the same number of channels; `split` replaces the config's."""
     split = split or evaluated_split(config)
     train, test = open_split(config, "train", opener, hold_out=split == "val"), open_split(config, split, opener)
     channels = max(train.channels, test.channels)
@@ -57,37 +57,33 @@ def open_splits(
 
 
 def with_channels(images: ImageSet, channels: int) -> ImageSet:
-    """A gray set beside one in colour, with its channel three times."""
+    """Repeats the channel of a gray set, to match a set in colour."""
     if images.images is None or images.channels == channels:
         return images
     return replace(images, images=images.images.expand(-1, channels, -1, -1))
 
 
 def data_record(images: ImageSet | TextSet) -> dict[str, Any]:
-    """What identifies a split, for a run to notice that its data has changed."""
+    """What identifies a split, to detect that the data of a run has changed."""
     if isinstance(images, TextSet):
         sizes = {"documents": len(images.ends), "bytes of text": int(images.bytes.sum()), "tokens": len(images)}
         return {**sizes, "tokenizer": images.tokenizer.key, "fingerprint": images.fingerprint}
     labels = hashlib.sha256(f"{images.classes}".encode() + images.labels.numpy().tobytes()).hexdigest()[:16]
-    return {
-        "images": len(images),
-        "classes": len(images.classes),
-        "labels": labels,
-        "fingerprint": fingerprint(images),
-    }
+    sizes = {"images": len(images), "classes": len(images.classes)}
+    return {**sizes, "labels": labels, "fingerprint": fingerprint(images)}
 
 
 def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """How the splits of a run differ from those on record; None where they are the same."""
+    """How the splits of a run differ from the recorded ones; None if they are the same."""
     for split, record in before.items():
         for name, value in now.get(split, {}).items():
             if record.get(name) != value:
-                same = {
-                    "labels": "as many images and classes, with other labels or names of classes",
-                    "fingerprint": f"as many {'tokens' if 'tokens' in record else 'images with the same labels'}, but "
-                    "of other content or file names",
-                    "tokenizer": "the tokenizer is another one",
+                same = "as many tokens" if "tokens" in record else "as many images with the same labels"
+                changes = {
+                    "labels": "as many images and classes, but other labels or class names",
+                    "fingerprint": f"{same}, but of other content or file names",
+                    "tokenizer": "another tokenizer",
                 }
-                how = same.get(name, f"{record.get(name)} {name}, now {value}")
-                return f"its {split} data has changed since the run began: {how}"
+                change = changes.get(name, f"{record.get(name)} {name}, now {value}")
+                return f"its {split} data has changed since the run began: {change}"
     return None

@@ -1,14 +1,14 @@
-"""Self-supervised training by DINO, with any shortcut: student and teacher, many crops, and warnings of collapse.
+"""Self-supervised training by DINO, with any shortcut: student, teacher, several crops, and warnings of collapse.
 
-The second paper ("Cutting the Skip", arXiv 2510.00345) reports that a ViT without residuals, initialised for it, has
-better dense features after DINO (arXiv 2104.14294) than one with them.
+"Cutting the Skip" (arXiv 2510.00345) reports that a suitably initialised ViT without residual connections has better
+dense features after DINO (arXiv 2104.14294) than a ViT with them.
 
     residual             --shortcut keep
     without residuals    --shortcut cut --init skipless:vit-small --optimizer soap
     remedies             --shortcut anneal:keep>cut@5000 | decay:0.6 | --balance sinkhorn
 
-The teacher is evaluated. A loss at which nothing is learned, a teacher with the same output for every image, and rank
-collapse in any block are logged and warned about.
+The teacher is evaluated. A run warns of a loss at which nothing is learned, a teacher with the same output for every
+image, and rank collapse in any block.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Dino(Config):
 
     size: int = 32  # of global crops, in pixels
     patch: int | None = 4  # side of a patch in pixels; None: the model's own
-    local_crops: int = 8  # how many
+    local_crops: int = 8  # number of local crops per image
     local_size: int = 16  # of local crops, in pixels
     scale: float = 0.4  # global crops show at least this fraction of the area, local ones at most
     local_scale: float = 0.05  # local crops show at least this fraction of the area
-    source: int | None = None  # side of the squares that a small set of images of several sizes is held as; None: size
+    source: int | None = None  # small sets of images of several sizes are stored as squares of this side; None: size
     jitter: float = 1.0  # strength of the color jitter; 0: no color augmentation
     weights: str | None = None  # a published checkpoint
     projection: int = 65536  # outputs of the head
@@ -51,37 +51,36 @@ class Dino(Config):
     head_layers: int = 3  # of the head's MLP
     head_norm: bool = False  # batch norm within the head
     bottleneck_norm: bool = False  # batch norm of the bottleneck
-    balance: Literal["centre", "sinkhorn"] = "centre"  # of the teacher's outputs over the batch
+    balance: Literal["centre", "sinkhorn"] = "centre"  # how the teacher's outputs are balanced over the batch
     student_temperature: float = 0.1  # of the student's softmax
     teacher_temperature: float = 0.07  # of the teacher's softmax, after its warmup
     teacher_start: float = 0.04  # the teacher's temperature at the first step
-    teacher_warmup: float = 0.3  # fraction of the steps over which it rises
-    momentum: float = 0.996  # of the teacher's EMA; it rises to 1
+    teacher_warmup: float = 0.3  # fraction of the steps over which that temperature rises
+    momentum: float = 0.996  # of the teacher's EMA; rises to 1
     centre_momentum: float = 0.9  # of balance="centre"
-    freeze_last: float | None = 1.0  # epochs in which the last layer is frozen; None: always, its rows spread evenly
+    freeze_last: float | None = 1.0  # initial epochs with a frozen last layer; None: all, with evenly spread rows
     lr: float = 5e-4
     lr_end: float = 2e-3  # as a fraction of lr
     weight_decay: float = 0.04
-    weight_decay_end: float = 0.4  # it rises to this
+    weight_decay_end: float = 0.4  # value at the end of the schedule
     clip: float | None = 3.0  # largest norm of the gradient
 
     def unused(self) -> dict[str, str]:
         reasons = super().unused()
         if self.balance == "sinkhorn":
-            reasons["centre_momentum"] = "balance is sinkhorn; take centre"
+            reasons["centre_momentum"] = "balance is sinkhorn; use centre"
         if not self.local_crops:
             reasons |= dict.fromkeys(("local_size", "local_scale"), "there are no local crops; set local_crops")
         if self.weights is not None:
-            reasons["init"] = "weights replace it; leave those out"
+            reasons["init"] = "weights replace it; leave weights out"
         return reasons
 
 
 _SMALL_DATA: dict[str, Any] = {
-    # What keeps training on a small set from ending at loss = log(out). A student that cannot tell crops apart does
-    # best with a uniform q, which it reaches in two ways: equal rows of the last layer, or a bottleneck that is the
-    # same for all images. So the last layer is frozen with its rows spread evenly, and the bottleneck is
-    # batch-normalised. Also: fewer outputs, a sharper teacher with a lower momentum, a longer warm-up, larger local
-    # crops.
+    # These prevent training on a small set from ending at loss = log(out). A student that cannot distinguish crops
+    # does best with a uniform q, which it can reach by equal rows of the last layer or by a constant bottleneck. So
+    # the last layer is frozen with evenly spread rows, and the bottleneck is batch-normalised. Also: fewer outputs, a
+    # sharper teacher with a lower momentum, a longer warm-up, larger local crops.
     "freeze_last": None,
     "bottleneck_norm": True,
     "head_norm": True,
@@ -122,15 +121,9 @@ _PRESETS = {
     ),
     "vit-small": Preset(
         {"data": "imagenet", "size": 224, "patch": None, "model": "timm:vit_small_patch16_224", "local_size": 96}
-        | {
-            "interpolation": "bicubic",
-            "batch": 1024,
-            "lr": 5e-4 * 1024 / 256,
-            "lr_end": 1e-6 / 2e-3,
-            "epochs": 100,
-            "warmup": 0.1,
-        }
-        | {"model_args": "drop_path_rate=0.1", "precision": "bf16", "compile": True, "evaluate_every": 5000},
+        | {"interpolation": "bicubic", "batch": 1024, "lr": 5e-4 * 1024 / 256, "lr_end": 1e-6 / 2e-3, "epochs": 100}
+        | {"warmup": 0.1, "model_args": "drop_path_rate=0.1", "precision": "bf16", "compile": True}
+        | {"evaluate_every": 5000},
         "days on 8 GPUs; not run here",
         "the paper on skips, second hand, VOC12 TokenCut: residual 49.4, without residuals 63.2",
     ),
@@ -158,7 +151,7 @@ def build_model(config: Dino, facts: Facts) -> DINO:
 
 
 class Distillation(CropsObjective):
-    """Cross entropy between the teacher's output on global crops and the student's on all others."""
+    """Cross entropy between the teacher's output on global crops and the student's on all other crops."""
 
     config: Dino
     model: DINO
@@ -168,9 +161,8 @@ class Distillation(CropsObjective):
     def check(self) -> None:
         super().check()
         config = self.config
-        ranges: dict[str, tuple[float, float]] = dict.fromkeys(
-            ("teacher_warmup", "momentum", "centre_momentum"), (0, 1)
-        )
+        fractions = ("teacher_warmup", "momentum", "centre_momentum")
+        ranges: dict[str, tuple[float, float]] = dict.fromkeys(fractions, (0, 1))
         ranges |= dict.fromkeys(("projection", "hidden", "bottleneck"), (1, math.inf)) | {"freeze_last": (0, math.inf)}
         check_ranges(config, ranges, ("student_temperature", "teacher_temperature", "teacher_start"))
         single = config.local_crops * config.batch == max(1, config.accumulate)
@@ -181,8 +173,8 @@ class Distillation(CropsObjective):
             )
         if config.local_crops and config.local_scale > config.scale:
             raise BadInput(
-                f"local_scale is {config.local_scale!r} and scale {config.scale!r}: local crops show a fraction of the "
-                "area from the first to the second"
+                f"local_scale is {config.local_scale!r}, and scale is {config.scale!r}: local crops show a fraction of "
+                "the area between them; lower local_scale"
             )
 
     def encoder(self, model: Any) -> nn.Module:
@@ -211,7 +203,7 @@ class Distillation(CropsObjective):
 
     @property
     def frozen_steps(self) -> int:
-        """Steps in which the last layer is frozen by its learning rate."""
+        """First steps, in which a learning rate of 0 freezes the last layer."""
         return round((self.config.freeze_last or 0) * self.progress.steps_per_epoch)
 
     def before_step(self, step: int) -> None:
@@ -238,9 +230,9 @@ class Distillation(CropsObjective):
     def baseline_loss(self, model: nn.Module, train: Any, test: Any) -> float:
         """The loss of a student whose output does not depend on the image.
 
-        With a trainable last layer that is log(out): its rows become equal, and q uniform. Frozen rows that are spread
-        evenly make no uniform q. Then <p, s> is 0 on average, and what is left is the log of a sum over rows w, which
-        are every direction of b dimensions:
+        With a trainable last layer it is log(out): the rows become equal, and q uniform. With frozen, evenly spread
+        rows, q is not uniform: <p, s> is 0 on average, and the loss is the log of a sum over rows w, which cover all
+        directions in b dimensions:
 
             log sum exp(<w, z> / T) = log(out) + log 0F1(b / 2, 1 / (2 T)^2)
         """
@@ -253,15 +245,15 @@ class Distillation(CropsObjective):
         return math.log(config.projection) + float(terms.logsumexp(0))
 
     def warnings(self, row: dict[str, Any], share: float) -> Iterator[tuple[str, str]]:
-        """What collapse looks like in the numbers of a run."""
+        """Warnings of collapse."""
         if share < 0.05:
             return
         config = self.config
-        most = math.log(config.projection)
+        uniform = math.log(config.projection)
         possible = math.log(min(config.projection, 2 * config.batch // config.accumulate))
         entropy, spread = row.get("teacher_entropy"), row.get("teacher_spread")
-        if entropy is not None and entropy > 0.99 * most:
-            yield "uniform-teacher", f"the teacher's output is uniform: its entropy is {entropy:.3g} of {most:.3g}"
+        if entropy is not None and entropy > 0.99 * uniform:
+            yield "uniform-teacher", f"the teacher's output is uniform: its entropy is {entropy:.3g} of {uniform:.3g}"
         if spread is not None and spread < 0.05 * possible:
             text = f"the teacher's output is the same for every image: the entropy of its mean is {spread:.2g} of "
             yield "one-answer", f"{text}{possible:.3g}"

@@ -2,7 +2,7 @@
 
     loss = T^2 KL(softmax(teacher / T) || softmax(student / T))
 
-T^2 makes the size of the gradients independent of the temperature T. It is 0 where both have the same outputs.
+The factor T^2 makes the size of the gradients independent of the temperature T. The loss is 0 for equal outputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ORIGINAL = "original"  # the teacher's folder in a run
 
 
 class Teacher:
-    """A frozen copy of a model, with the shortcuts that it has now. It is no part of the model that is trained."""
+    """A frozen copy of a model with its current shortcuts. It is not part of the trained model."""
 
     def __init__(self, model: nn.Module, temperature: float, compiled: bool = False) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
@@ -31,19 +31,19 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
-        """Its logits."""
+        """The teacher's logits."""
         logits: Tensor = self.forward(images).float()
         return logits
 
     def loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The distance of a student's logits from those of the teacher, a mean over the batch."""
-        student, teacher = ((each / self.temperature).log_softmax(-1) for each in (logits, target))
+        """The divergence between a student's logits and the teacher's, averaged over the batch."""
+        student, teacher = ((values / self.temperature).log_softmax(-1) for values in (logits, target))
         return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.temperature**2
 
     def save(self, run: Path, builder: Any) -> None:
-        """Writes it into a run folder, which can then be resumed without what it was read from."""
-        aside = run / f".{ORIGINAL}.tmp"
-        shutil.rmtree(aside, ignore_errors=True)
-        save(self.model, aside, builder)
+        """Writes the teacher into a run folder, so that the run resumes without the teacher's source."""
+        temporary = run / f".{ORIGINAL}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        save(self.model, temporary, builder)
         shutil.rmtree(run / ORIGINAL, ignore_errors=True)
-        aside.rename(run / ORIGINAL)
+        temporary.rename(run / ORIGINAL)

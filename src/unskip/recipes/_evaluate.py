@@ -1,4 +1,4 @@
-"""Evaluation of trained models by protocols: a run on its own data, or any model on data that is named.
+"""Evaluation of trained models by protocols: a run on its own data, or any model on named data.
 
 The results of a run are added to its evals.jsonl, with n, intervals, split and preprocessing.
 """
@@ -47,45 +47,45 @@ def evaluate_run(
 ) -> tuple[Trained, list[Result]]:
     """Evaluates a run on its own data and adds a row for each result to its evals.jsonl; `options` go to `evaluate`.
 
-    The `split` is by default the one the run itself is evaluated on: "val" where it held one out, otherwise "test".
-    Protocols of masks and boxes are evaluated on `dense`, parquet files that hold those. With `times` the features are
-    those of noisy images of a diffusion model, from noise, 0, to data, 1.
+    `split` is by default that of the run's own evaluations: "val" if the run held one out, otherwise "test". Protocols
+    of masks and boxes are evaluated on `dense`, parquet files with masks and boxes. With `times` the features are those
+    of a diffusion model on noisy images, from 0, noise, to 1, data.
     """
     trained = run if isinstance(run, Trained) else open_run(run, device)
     config = trained.config
     if getattr(config, "latents", None) is not None:
         raise BadInput(
-            f"{trained.folder.path}: it was trained on latents; call unskip.evals.evaluate with feeds of those, and "
+            f"{trained.folder.path}: it was trained on latents; call unskip.evals.evaluate with feeds of latents and "
             "inputs=unskip.evals.noised(flow, time)"
         )
-    apart, own = _apart(protocols, dense, options)
+    dense_names, names = _split_protocols(protocols, dense, options)
     split = split or evaluated_split(config)
-    given = {"batch": batch or config.batch, "workers": config.workers, "graph": getattr(config, "graph", False)}
-    given |= {"split": split, **options}
+    settings = {"batch": batch or config.batch, "workers": config.workers, "graph": getattr(config, "graph", False)}
+    settings |= {"split": split, **options}
     results: list[Result] = []
     note: dict[str, str] = {}
-    if own:
+    if names:
         train, test = trained.objective.open_splits(opener or cached_opener(), split)
         if split == evaluated_split(config):
             changed = data_changes(trained.folder.data, {"train": data_record(train), "test": data_record(test)})
             if changed is not None:
                 warn(f"{trained.folder.path}: {changed}. Results on it do not compare with earlier ones")
                 note = {"data": "changed since the run began"}
-        place = next(trained.model.parameters()).device
-        train, test = (trained.objective.evaluated(each, place, given["batch"]) for each in (train, test))
+        target = next(trained.model.parameters()).device
+        train, test = (trained.objective.evaluated(images, target, settings["batch"]) for images in (train, test))
         inputs = [(None, None)] if times is None else [(time, noised(_flow(trained), time)) for time in times]
         for time, hook in inputs:
             for whole in (False, True):
-                names = [name for name in own if protocol(name).whole == whole]
-                if names:
+                chosen = [name for name in names if protocol(name).whole == whole]
+                if chosen:
                     model = trained.model if whole or hook is not None else trained.encoder
-                    more = evaluate(model, train, test, names, inputs=hook, **_mine(given, names))
-                    results += [replace(each, time=time) for each in more]
-    _append(trained, results, given | note)
-    if apart and dense is not None:
-        more = _evaluate_dense(trained.encoder, dense, apart, config.size, given)
-        _append(trained, more, given | {"data": Path(dense).name, "size": config.size})
-        results += more
+                    new = evaluate(model, train, test, chosen, inputs=hook, **_options_for(chosen, settings))
+                    results += [replace(result, time=time) for result in new]
+    _append(trained, results, settings | note)
+    if dense_names and dense is not None:
+        new = _evaluate_dense(trained.encoder, dense, dense_names, config.size, settings)
+        _append(trained, new, settings | {"data": Path(dense).name, "size": config.size})
+        results += new
     return trained, results
 
 
@@ -100,20 +100,20 @@ def evaluate_model(
     **options: Any,
 ) -> list[Result]:
     """Evaluates any model on the splits of a named set; protocols of masks and boxes on those of `dense`."""
-    apart, own = _apart(protocols, dense, options)
+    dense_names, names = _split_protocols(protocols, dense, options)
     split = split or "test"
     results: list[Result] = []
-    if own:
+    if names:
         if data is None:
-            raise BadInput(f"{', '.join(own)}: name the images that the model is evaluated on, --data DATA")
+            raise BadInput(f"{', '.join(names)}: give the images to evaluate on, --data DATA")
         opener = opener or open_images
         train, test = opener(data, "train", hold_out=split == "val"), opener(data, split)
         channels = image_channels(model) or 3
-        train, test = (with_channels(each, channels) for each in (train, test))
-        results += evaluate(model, train, test, own, split=split, **_mine(options, own))
-    if apart and dense is not None:
+        train, test = (with_channels(images, channels) for images in (train, test))
+        results += evaluate(model, train, test, names, split=split, **_options_for(names, options))
+    if dense_names and dense is not None:
         size = preprocess_of(model, 3, options.get("normalise")).size
-        results += _evaluate_dense(model, dense, apart, options.get("size") or size, options | {"split": split})
+        results += _evaluate_dense(model, dense, dense_names, options.get("size") or size, options | {"split": split})
     return results
 
 
@@ -129,16 +129,16 @@ def evaluate_samples(
     precision: Any = "float32",
     cache: str | Path | None = None,
 ) -> dict[str, float]:
-    """Draws n samples and compares them with a split of the run's data over an extractor; adds a row to evals.jsonl.
+    """Draws n samples and compares their features, from an extractor, with those of a split of the run's data.
 
-    All classes are drawn equally often. `sampling` is 50 steps of Heun's unless said otherwise. Where `samples` are
-    given, made as `sampling` and `precision` say, these are compared and none are drawn.
+    Adds a row to evals.jsonl. All classes are drawn equally often, by default with 50 steps of Heun's method. If
+    `samples` are given, no others are drawn; `sampling` and `precision` then describe how they were made.
     """
     trained = run if isinstance(run, Trained) else open_run(run)
     config = trained.config
     _flow(trained)
     sampling = sampling or Sampling()
-    chosen = extractor(source, device=next(trained.model.parameters()).device)
+    features = extractor(source, device=next(trained.model.parameters()).device)
     images = open_split(config, split, cached_opener())
     costs: list[Tensor] = []
 
@@ -147,26 +147,31 @@ def evaluate_samples(
             costs.append(evaluations.double())
             yield pixels
 
-    options: dict[str, Any] = {"size": config.size, "batch": batch, "extractor": chosen, "cache": cache, "split": split}
-    given = drawn() if samples is None else samples.images.split(batch)
-    (result,) = evaluate(trained.model, images, images, ["generation-v1"], samples=given, **options)
+    options: dict[str, Any] = {"size": config.size, "batch": batch, "split": split, "cache": cache}
+    generated = drawn() if samples is None else samples.images.split(batch)
+    (result,) = evaluate(
+        trained.model, images, images, ["generation-v1"], samples=generated, extractor=features, **options
+    )
     result.values["evaluations"] = float(torch.cat(costs).mean()) if samples is None else samples.evaluations
-    about = {"precision": precision, "extractor": chosen.key, **asdict(sampling)}
+    about = {"precision": precision, "extractor": features.key, **asdict(sampling)}
     trained.folder.append("evals.jsonl", {"step": trained.step, **result.to_dict(), **about})
     return {"precision" if name == "sample_precision" else name: value for name, value in result.values.items()}
 
 
-def _apart(protocols: Sequence[str], dense: str | None, options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Protocols of masks and boxes, and the others. Raises BadInput for masks that are missing, and for changes of
-    protocols that are not asked for."""
-    apart = [each.name for each in find_protocols(protocols, options.get("changes")) if each.truth != "labels"]
-    if apart and dense is None:
-        raise BadInput(f"{', '.join(apart)}: give images with masks and boxes, --dense FILES")
-    return apart, [name for name in protocols if name not in apart]
+def _split_protocols(
+    protocols: Sequence[str], dense: str | None, options: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Protocols of masks and boxes, and the others. Raises BadInput if `dense` is missing, or for changes of protocols
+    that are not evaluated."""
+    entries = find_protocols(protocols, options.get("changes"))
+    dense_names = [entry.name for entry in entries if entry.truth != "labels"]
+    if dense_names and dense is None:
+        raise BadInput(f"{', '.join(dense_names)}: give images with masks and boxes, --dense FILES")
+    return dense_names, [name for name in protocols if name not in dense_names]
 
 
-def _mine(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Options of `evaluate` with the changes of some protocols only."""
+def _options_for(names: Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `evaluate`, with the changes of these protocols only."""
     changes = options.get("changes") or {}
     return {**options, "changes": {name: value for name, value in changes.items() if name in names}}
 
@@ -174,23 +179,21 @@ def _mine(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def _evaluate_dense(
     model: nn.Module, source: str, names: Sequence[str], size: int | None, options: Mapping[str, Any]
 ) -> list[Result]:
-    """Images are resized to `size`."""
+    """Evaluates on parquet files with masks and boxes; images are resized to `size`."""
     train, test = infer_classes(*(open_dense(source, split, size=size) for split in ("train", "test")))
-    kept = {key: value for key, value in _mine(options, names).items() if key not in ("pool", "size", "graph")}
+    kept = {key: value for key, value in _options_for(names, options).items() if key not in ("pool", "size", "graph")}
     return evaluate(model, train, test, names, **(kept | {"batch": 64, "split": "test"}))
 
 
 def _append(trained: Trained, results: Sequence[Result], options: Mapping[str, Any]) -> None:
-    """Rows of evals.jsonl, with what decided the numbers beside the protocol."""
+    """Adds rows to evals.jsonl, with the settings that are not part of the protocol."""
     about = {key: options[key] for key in ("data", "size") if options.get(key) is not None}
     about |= {"seed": options.get("seed", 0), "precision": options.get("precision", "float32")}
-    for each in results if is_main() else ():
-        trained.folder.append("evals.jsonl", {"step": trained.step, **each.to_dict(), **about})
+    for result in results if is_main() else ():
+        trained.folder.append("evals.jsonl", {"step": trained.step, **result.to_dict(), **about})
 
 
 def _flow(trained: Trained) -> Any:
     if not isinstance(trained.config, FlowConfig):
-        raise BadInput(
-            f"{trained.folder.path}: its recipe has no noise levels and draws no samples; take one of sit or uvit"
-        )
+        raise BadInput(f"{trained.folder.path}: its recipe has no noise levels and draws no samples; use sit or uvit")
     return trained.config.flow

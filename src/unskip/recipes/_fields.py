@@ -1,4 +1,4 @@
-"""The fields of a config as options of a command: in groups, each with the comment beside it as its description."""
+"""The fields of a config as options of a command, in groups; the comment of a field is its description."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ class Field:
 
 
 def field_groups(config: type[Any]) -> dict[str, list[Field]]:
-    """The fields of a config by group, in the order of `GROUPS`; a recipe's own ones are the group "recipe".
+    """The fields of a config by group, in the order of `GROUPS`; a recipe's own fields are in the group "recipe".
 
-    Those that the recipe has no use for are left out.
+    Fields that the recipe does not use are left out.
     """
     comments: dict[str, str] = {}
-    for each in reversed(config.__mro__[:-1]):
-        with suppress(OSError):  # a class that was typed into an interpreter has no source
-            comments |= dict(_COMMENT.findall(dedent(inspect.getsource(each))))
+    for base in reversed(config.__mro__[:-1]):
+        with suppress(OSError):  # a class defined in an interpreter has no source
+            comments |= dict(_COMMENT.findall(dedent(inspect.getsource(base))))
     hints = get_type_hints(config, include_extras=True)
     groups: dict[str, list[Field]] = {group: [] for group in (*GROUPS, "recipe")}
-    for field in (each for each in fields(config) if each.name not in config.no_use):
-        about = comments.get(field.name, "")
-        groups[_GROUP.get(field.name, "recipe")].append(Field(field.name, hints[field.name], about))
+    for field in fields(config):
+        if field.name not in config.no_use:
+            about = comments.get(field.name, "")
+            groups[_GROUP.get(field.name, "recipe")].append(Field(field.name, hints[field.name], about))
     return {group: members for group, members in groups.items() if members}

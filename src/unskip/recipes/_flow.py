@@ -1,4 +1,4 @@
-"""Flow matching, the objective of generative recipes: a network predicts velocity, noise or data at random times.
+"""Flow matching, the objective of generative recipes: a model predicts velocity, noise or data at random times.
 
 See `unskip.models.Flow` for the loss. Data are images, or latents of an autoencoder.
 """
@@ -20,29 +20,29 @@ from unskip.evals import noised
 from unskip.init import zero_branches_
 from unskip.models import Flow, Interpolant, Target, Times
 from unskip.recipes._config import Config
-from unskip.recipes._objective import Facts, Objective
+from unskip.recipes._objective import Facts, Objective, mean_of
 from unskip.recipes._online import Online, possible
 from unskip.training import Evaluation, device_of
 
-_FOR_LOSS = 1000  # test images that the loss is evaluated on, at least
-_WIDER = 4  # batches in evaluation, relative to training: nothing is kept for a backward pass
+_FOR_LOSS = 1000  # minimum of test images for the loss
+_WIDER = 4  # batch size in evaluation relative to training: no activations are kept for a backward pass
 
 
 @dataclass(frozen=True)
 class FlowConfig(Config):
-    """The config of a diffusion transformer. A recipe's own adds what its model has, and its rate."""
+    """The config of a diffusion transformer. A recipe adds its model's fields and optimizer settings."""
 
-    model: str = "S/2"  # size and patch
-    model_args: str = ""  # other numbers for the model: "width=512,depth=9,heads=8,patch=4"
-    narrow: bool = False  # the stream in autocast's precision: faster, and it rounds more
+    model: str = "S/2"  # size and patch size
+    model_args: str = ""  # changes to its sizes: "width=512,depth=9,heads=8,patch=4"
+    narrow: bool = False  # residual stream in autocast's precision: faster, with more rounding
     shortcut: str = "decay:0.8"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
-    init: str = "default"  # default | zero: all branches start at zero, whatever `where` selects (SiT's do anyway)
-    batch: int = 256  # images a step, over all processes
+    init: str = "default"  # default | zero: all branches start at zero, regardless of `where` (always so in SiT)
+    batch: int = 256  # images per step, over all processes
     epochs: float = 80
     warmup: float = 0.0  # fraction of the steps
     ema: float | None = 0.9999  # decay of the EMA of the weights, which is evaluated and sampled
     latents: str | None = None  # a folder of an AutoencoderKL of diffusers: train on its latents, encoded once
-    cache: str = "~/.cache/unskip/latents"  # where they are kept
+    cache: str = "~/.cache/unskip/latents"  # folder of encoded latents
     flip: bool = True  # random horizontal flips
     interpolant: Interpolant = "linear"  # path from noise to data
     target: Target = "velocity"  # what the model predicts
@@ -52,14 +52,14 @@ class FlowConfig(Config):
     label_dropout: float = 0.1  # probability of training without the label, for guidance
     lr_end: float = 1.0  # as a fraction of lr; 1: constant
     online_images: int = 5000  # images of each split for kNN and rank during training; 0: none
-    online_time: float = 0.9  # time of the noisy images whose features those are, at the middle block
+    online_time: float = 0.9  # time of the noisy images for these features, taken at the middle block
 
     def unused(self) -> dict[str, str]:
         reasons = super().unused()
         if self.times == "uniform":
-            reasons |= dict.fromkeys(("time_mean", "time_std"), "times are uniform; take logit-normal")
+            reasons |= dict.fromkeys(("time_mean", "time_std"), "times are uniform; use logit-normal")
         if self.latents is None:
-            reasons["cache"] = "it is for latents; give those"
+            reasons["cache"] = "it is for latents; set latents"
         if not self.online_images:
             reasons["online_time"] = "online_images is 0; set it"
         return reasons
@@ -92,15 +92,15 @@ class FlowMatching(Objective):
     def check(self) -> None:
         config = self.config
         if not 0 <= config.online_time <= 1:
-            raise BadInput(f"online_time is {config.online_time}; times go from noise, 0, to data, 1")
+            raise BadInput(f"online_time is {config.online_time}; it must be between 0 (noise) and 1 (data)")
         if config.init not in ("zero", "default"):
             raise BadInput(f"init is {config.init!r}; it can be default or zero")
         if config.init == "zero" and config.weights is not None:
-            raise BadInput("init zero would overwrite the weights that are loaded; leave one of the two out")
+            raise BadInput("init zero would overwrite the weights; leave one of them out")
 
     @cached_property
     def autoencoder(self) -> Autoencoder | None:
-        """Of a run on latents; opened when first needed."""
+        """The autoencoder of a run on latents; opened at first use."""
         config = self.config
         return None if config.latents is None else Autoencoder.open(config.latents, device_of(config.device))
 
@@ -133,7 +133,7 @@ class FlowMatching(Objective):
 
     def start(self, model: Any, sample: Tensor) -> list[str]:
         if self.config.init == "zero":
-            # Of all sites, as in the paper's MAE: `where` is about the shortcut, and SiT's gates are zero everywhere.
+            # At all sites, as in the paper's MAE: `where` is for the shortcut, and SiT's gates are zero everywhere.
             zero_branches_(model, sample[:2])
         return []
 
@@ -146,44 +146,31 @@ class FlowMatching(Objective):
         return self.config.flow.loss(model, values, labels, self.classes).mean(), {}
 
     def begin(self, model: Any, optimizer: Any, progress: Any) -> None:
-        self.classes = int(model.classes)  # also the label of none; published weights may know more than the data has
+        self.classes = int(model.classes)  # also the "no label" class; published weights may have more than the data
 
     def baseline_loss(self, model: nn.Module, train: ImageSet, test: ImageFeed) -> float:
-        return self.config.flow.baseline_loss(_mean_square(test))
+        """The loss for the mean square of the data; of the first batch if images are on disk."""
+        on_disk = not isinstance(test, LatentFeed) and test.images.images is None
+        return self.config.flow.baseline_loss(mean_of(_squares(test), only_first=on_disk))
 
     def evaluations(self, model: nn.Module, train: ImageFeed, test: ImageFeed, split: str) -> dict[str, Evaluation]:
         config = self.config
         changes = {"flow-loss-v1": {"interpolant": config.interpolant, "target": config.target}}
-        evaluations: dict[str, Evaluation] = {
-            "flow-loss-v1": Online(
-                ["flow-loss-v1"], None, test, split, {"changes": changes, "precision": config.precision}
-            )
-        }
+        options: dict[str, Any] = {"changes": changes, "precision": config.precision}
+        evaluations: dict[str, Evaluation] = {"flow-loss-v1": Online(["flow-loss-v1"], None, test, split, options)}
         if config.online_images:
             names = possible(["knn-dino-v1", "rank-v1"], train, test)
             inputs = noised(config.flow, config.online_time)
             sample = next(iter(test.evaluate()))[0][:1]
-            all_blocks = find_blocks(
-                model, Example.of(inputs(sample, torch.zeros(1, device=sample.device).long(), "test"))
-            )
+            label = torch.zeros(1, device=sample.device).long()
+            all_blocks = find_blocks(model, Example.of(inputs(sample, label, "test")))
             options = {"precision": config.precision, "blocks": "middle", "inputs": inputs, "all_blocks": all_blocks}
             evaluations["features"] = Online(names, train, test, split, options)
         return evaluations
 
 
-def _mean_square(feed: ImageFeed) -> float:
-    """Of all values, or of the first batch where images are read from disk."""
-    total, count = torch.zeros((), dtype=torch.float64, device=feed.device), 0
-    for squares in _squares(feed):
-        total += squares.double().sum()
-        count += squares.numel()
-        if not isinstance(feed, LatentFeed) and feed.images.images is None:
-            break
-    return float(total) / count
-
-
 def _squares(feed: ImageFeed) -> Iterator[Tensor]:
-    """The expected squares of the values, batch by batch; latents are drawn as mean + standard deviation * n."""
+    """The expected squares of the values, by batch; latents are mean + standard deviation * noise."""
     if not isinstance(feed, LatentFeed):
         yield from (values.square() for values, _ in feed.evaluate())
         return

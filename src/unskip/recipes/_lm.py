@@ -1,7 +1,7 @@
 """Language models: decoder-only transformers trained to predict the next token, with any shortcut and initialisation.
 
 "Cutting the Skip" (arXiv 2510.00345) trains vision transformers without residual connections and names language as the
-next step. Here GPT-2, Llama, Mistral and Qwen kinds train on text of one's own or on Python's standard library.
+next step. Here models such as GPT-2, Llama, Mistral and Qwen train on the user's text or Python's standard library.
 
     loss = mean over tokens of -log p(next token | the tokens before it in the sequence)
 """
@@ -32,7 +32,7 @@ from unskip.spec import is_file
 from unskip.training import Evaluation
 from unskip.wiring import find_wiring, save
 
-_FOR_BASELINE = 2**24  # tokens whose frequencies are counted
+_FOR_BASELINE = 2**24  # number of tokens for counting frequencies
 
 
 @dataclass(frozen=True)
@@ -44,29 +44,29 @@ class Lm(Config):
         "it is about images; leave it out",
     )
 
-    preset: str = "stdlib-tiny"  # where the other defaults come from
+    preset: str = "stdlib-tiny"  # source of the other defaults
     data: str = "stdlib"  # stdlib, a folder or glob of text files, parquet files with {split} in the path, hf:NAME
     tokenizer: str = "bytes"  # bytes, a tokenizer.json, its folder, or a name of the Hugging Face hub
-    column: str = "text"  # of parquet files
+    column: str = "text"  # text column of parquet files
     context: int = 256  # tokens in a sequence
-    cache: str = "~/.cache/unskip/text"  # where tokens are kept
+    cache: str = "~/.cache/unskip/text"  # folder of encoded tokens
     model: str = "gpt2"  # a kind of model of transformers (gpt2, llama, qwen3), hf:NAME-or-FOLDER or file.py:FUNCTION
     model_args: str = ""  # fields of its config: "hidden_size=256,num_hidden_layers=8,num_attention_heads=8"
     pretrained: bool = False  # start from the weights of hf:NAME-or-FOLDER
     weights: str | None = None  # a run, or a folder of unskip.save, to start from
     weight_decay: float = 0.1
-    batch: int = 64  # sequences a step, over all processes
+    batch: int = 64  # sequences per step, over all processes
     epochs: float = 1  # passes over the text
     warmup: float = 0.05  # fraction of the steps
     clip: float | None = 1.0  # largest norm of the gradient
-    online_sequences: int = 512  # sequences, evenly spread over the text, that are evaluated during training
+    online_sequences: int = 512  # evenly spaced sequences for evaluation during training
 
     @property
     def inputs(self) -> str:
         return f"sequences of {self.context} tokens ({self.tokenizer}) from {self.data}"
 
     def sizes_fit(self, model: str) -> bool:
-        return not model.startswith("hf:") and not is_file(model)  # else a kind would be of 7 billion parameters
+        return not model.startswith("hf:") and not is_file(model)  # without them some kinds have 7 billion parameters
 
 
 _SMALL = "hidden_size=384,num_hidden_layers=6,num_attention_heads=6"
@@ -94,7 +94,7 @@ _PRESETS = {
 
 
 def build_model(config: Lm, facts: Facts) -> nn.Module:
-    """The language model: ids (n, tokens) to logits, or to an output that has them."""
+    """The language model: from ids (n, tokens) to logits, or to an output with logits."""
     if is_file(config.model):
         return built(config, arguments_of(config.model_args))
     assert facts.architecture is not None
@@ -106,38 +106,38 @@ class NextToken(Objective):
 
     config: Lm
     tokenizer: Tokenizer
-    adamw_betas = (0.9, 0.95)  # as GPT-3's
+    adamw_betas = (0.9, 0.95)  # those of GPT-3
     protocols = ("bits-per-byte-v1", "bits-per-byte-by-context-v1", "next-token-v1")
 
     def check(self) -> None:
         config = self.config
         if config.context < 1:
-            raise BadInput(f"context is {config.context!r}; a sequence has one token at least")
+            raise BadInput(f"context is {config.context!r}; a sequence has at least one token")
         if config.online_sequences < 1:
-            raise BadInput(f"online_sequences is {config.online_sequences!r}; evaluate one at least")
+            raise BadInput(f"online_sequences is {config.online_sequences!r}; give at least 1")
         if not is_file(config.model):
             check_kind(config.model)
         if config.pretrained and config.weights is not None:
-            raise BadInput("pretrained and weights both say what to start from: leave one out")
+            raise BadInput("pretrained and weights both set the initial weights; leave one of them out")
 
     # --- Data ---------------------------------------------------------------------------------------------------------
 
     def open_splits(self, opener: Any = None, split: Any = None) -> tuple[Any, Any]:
         config, split = self.config, split or evaluated_split(self.config)
-        given: dict[str, Any] = {"tokenizer": config.tokenizer, "column": config.column, "cache": config.cache}
-        train = open_text(config.data, "train", hold_out=split == "val", **given)
-        return train, open_text(config.data, split, **given)
+        options: dict[str, Any] = {"tokenizer": config.tokenizer, "column": config.column, "cache": config.cache}
+        train = open_text(config.data, "train", hold_out=split == "val", **options)
+        return train, open_text(config.data, split, **options)
 
     def facts(self, images: TextSet) -> Facts:
         config, self.tokenizer = self.config, images.tokenizer
-        described, size = None, images.tokenizer.size
+        model_config, size = None, images.tokenizer.size
         if not is_file(config.model):
             arguments = arguments_of(config.model_args)
-            described = architecture(config.model, arguments, size, config.context, images.tokenizer.end)
-        return Facts(vocabulary=size, context=config.context, architecture=described)
+            model_config = architecture(config.model, arguments, size, config.context, images.tokenizer.end)
+        return Facts(vocabulary=size, context=config.context, architecture=model_config)
 
     def preprocess(self, channels: int) -> None:
-        return None  # it is about images
+        return None  # for images only
 
     def example(self, facts: Facts) -> Tensor:
         return torch.randint(facts.vocabulary, (2, facts.context), generator=torch.Generator().manual_seed(0))
@@ -170,12 +170,12 @@ class NextToken(Objective):
         if config.weights is not None:
             other = load(config.weights)
             if (wiring := find_wiring(other)) is not None:
-                wiring.undo()  # the config decides about the skips, whatever the weights were trained with
+                wiring.undo()  # the skips follow from the config, not from the weights
             _copy(model, other.state_dict(), config.weights)
         try:
             with torch.no_grad():
                 shape = token_logits(model, model(sample[:1])).shape
-        except RuntimeError as error:  # sizes that do not fit together
+        except RuntimeError as error:  # inconsistent sizes
             line = " ".join(str(error).split())[:200]
             raise BadInput(f"{config.model}: its forward fails: {line}; change its model_args") from error
         if shape[-1] < self.tokenizer.size:
@@ -191,7 +191,7 @@ class NextToken(Objective):
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten()), {}
 
     def baseline_loss(self, model: nn.Module, train: TextSet, test: TextFeed) -> float:
-        """The entropy of the token frequencies: the loss of a model that knows nothing else."""
+        """The entropy of the token frequencies: the loss of the best constant prediction."""
         counts = numpy.bincount(train.tokens[:_FOR_BASELINE])
         return float(torch.special.entr(torch.from_numpy(counts / counts.sum())).sum())
 
@@ -201,7 +201,7 @@ class NextToken(Objective):
 
 
 def tokenizer_of(checkpoint: Path) -> Tokenizer:
-    """The tokenizer that a checkpoint holds."""
+    """The tokenizer of a checkpoint."""
     return open_tokenizer(checkpoint if (checkpoint / "tokenizer.json").is_file() else "bytes")
 
 
@@ -210,7 +210,7 @@ def _copy(model: nn.Module, weights: dict[str, Any], source: str) -> None:
         model.load_state_dict(weights)
     except RuntimeError as error:
         line = " ".join(str(error).split())[:300]
-        raise BadInput(f"{source}: its weights are of another model: {line}; give it the same model_args") from error
+        raise BadInput(f"{source}: its weights are of another model: {line}; use its model_args") from error
 
 
 # A config of the recipe lm (language models: the next token): `unskip.recipes.lm(preset, **fields)`.

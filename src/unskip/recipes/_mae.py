@@ -1,7 +1,7 @@
 """Pretraining of a masked autoencoder, plain or with decayed shortcuts and long skips.
 
-The main result of "Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947): decayed identity
-shortcuts in the encoder, with long skips for the details, improve the kNN and probe accuracy of MAE's features.
+Main result of "Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947): decayed identity
+shortcuts in the encoder, with long skips for details, improve kNN and probe accuracy of MAE's features.
 
     the paper's method    --shortcut decay:0.6 (or decay:product=5e-3) --long-skips --init zero
     plain MAE             --shortcut keep --no-long-skips --init default
@@ -23,7 +23,7 @@ from unskip.init import zero_branches_
 from unskip.models import MAE, load_published
 from unskip.recipes._config import Config
 from unskip.recipes._models import built, check_patch, timm_arguments
-from unskip.recipes._objective import Facts, Objective
+from unskip.recipes._objective import Facts, Objective, mean_of
 from unskip.recipes._online import Online, online_features
 from unskip.recipes._registry import Preset, Recipe, register
 from unskip.training import Evaluation
@@ -34,8 +34,8 @@ class Mae(Config):
     """The config of a pretraining run."""
 
     patch: int | None = 4  # side of a patch in pixels; None: the model's own
-    shortcut: str = "decay:0.6"  # of the encoder alone
-    long_skips: bool = True  # outputs of encoder blocks go into decoder blocks
+    shortcut: str = "decay:0.6"  # of the encoder only
+    long_skips: bool = True  # pass outputs of encoder blocks to decoder blocks
     init: str = "zero"  # zero: branches of encoder and decoder and the head start at zero | default
     weights: str | None = None  # a published checkpoint of plain MAE
     decoder_width: int = 512  # embedding dimension of the decoder
@@ -43,16 +43,16 @@ class Mae(Config):
     decoder_heads: int = 16  # attention heads of the decoder
     mask: float = 0.75  # fraction of the patches
     norm_pix: bool = True  # per-patch normalised targets
-    narrow: bool = False  # the streams in autocast's precision: faster, and it rounds more
+    narrow: bool = False  # residual streams in autocast's precision: faster, with more rounding
     lr: float = 3e-4
     epochs: float = 60
     warmup: float = 0.05  # fraction of the steps
     crop: Literal["pad", "resized", "center", "none"] = "resized"  # random crop of training images
-    scale: float = 0.2  # smallest fraction of the area that a resized crop shows
+    scale: float = 0.2  # minimum fraction of the area in a resized crop
     flip: bool = True  # random horizontal flips
 
     def unused(self) -> dict[str, str]:
-        return super().unused() | ({} if self.crop == "resized" else {"scale": f"crop is {self.crop}; take resized"})
+        return super().unused() | ({} if self.crop == "resized" else {"scale": f"crop is {self.crop}; use resized"})
 
 
 _PRESETS = {
@@ -88,13 +88,13 @@ _PRESETS = {
 
 
 def build_model(config: Mae, facts: Facts) -> MAE:
-    """The autoencoder, around an encoder of timm."""
+    """The autoencoder, around a timm encoder."""
     try:
         encoder = built(config, _encoder_arguments(config, facts))
     except BadInput as error:
-        if not isinstance(_origin(error), TypeError):  # an argument that the model does not have
+        if not isinstance(_root_cause(error), TypeError):  # TypeError: the model lacks an argument
             raise
-        raise BadInput(f"{config.model} is no ViT whose patches can be left out: {error}") from error
+        raise BadInput(f"{config.model} is no ViT whose patches can be masked: {error}") from error
     return MAE(
         encoder,
         width=config.decoder_width,
@@ -107,13 +107,12 @@ def build_model(config: Mae, facts: Facts) -> MAE:
     )
 
 
-def _origin(error: BaseException) -> BaseException:
-    """The exception that all others were raised from."""
-    return error if error.__cause__ is None else _origin(error.__cause__)
+def _root_cause(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _root_cause(error.__cause__)
 
 
 def _encoder_arguments(config: Mae, facts: Facts) -> dict[str, Any]:
-    """No head, no pooling, and no last norm where nothing would read it."""
+    """No head, no pooling, and no last norm with long skips, which do not use it."""
     last_norm = {"final_norm": False} if config.long_skips else {}
     return timm_arguments(config, facts.channels, global_pool="", **last_norm)
 
@@ -141,7 +140,7 @@ class Reconstruction(Objective):
 
     def start(self, model: Any, sample: Tensor) -> list[str]:
         if self.config.init == "zero":
-            zero_branches_(model.encoder, sample[:2])  # of all sites: `where` is about the shortcut
+            zero_branches_(model.encoder, sample[:2])  # at all sites: `where` is for the shortcut
             model.zero_start_()
         if self.config.weights is not None:
             load_published(model, self.config.weights)
@@ -153,15 +152,9 @@ class Reconstruction(Objective):
 
     @torch.no_grad()
     def baseline_loss(self, model: Any, train: ImageSet, test: Feed) -> float:
-        """The loss of predicting zero: the mean square of the targets, over the first batch where images are read from
-        disk."""
-        total, count = torch.zeros((), dtype=torch.float64, device=test.device), 0
-        for images, _ in test.evaluate():
-            target = model.target(model.patches(images))
-            total, count = total + target.double().square().sum(), count + target.numel()
-            if test.images.images is None:
-                break
-        return float(total) / count
+        """The loss of predicting zero: the mean square of the targets; of the first batch if images are on disk."""
+        squares = (model.target(model.patches(images)).double().square() for images, _ in test.evaluate())
+        return mean_of(squares, only_first=test.images.images is None)
 
     def evaluations(self, model: nn.Module, train: Feed, test: Feed, split: str) -> dict[str, Evaluation]:
         return {

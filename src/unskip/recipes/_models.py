@@ -1,4 +1,4 @@
-"""The model that a config names, and the checks of its numbers, with errors that say what was wrong."""
+"""Builds the model of a config, and checks the numbers of a config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Named = TypeVar("_Named", SiT, UViT)
 def timm_arguments(config: Any, channels: int, **fixed: Any) -> dict[str, Any]:
     """Arguments of a timm ViT for the images of a config: `fixed` ones, then those of `model_args`."""
     if not config.model.startswith("timm:"):
-        raise BadInput(f"model is {config.model!r}; take a ViT of timm, as in timm:vit_small_patch16_224")
+        raise BadInput(f"model is {config.model!r}; use a ViT of timm, such as timm:vit_small_patch16_224")
     arguments: dict[str, Any] = {"num_classes": 0, "in_chans": channels, "img_size": config.size, **fixed}
     if config.patch is not None:
         arguments["patch_size"] = config.patch
@@ -30,27 +30,26 @@ def timm_arguments(config: Any, channels: int, **fixed: Any) -> dict[str, Any]:
 
 
 def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float]], above_zero: Iterable[str] = ()) -> None:
-    """Raises BadInput for a number of a config that is out of its range; None is in every range."""
+    """Raises BadInput if a number of a config is out of its range; None is allowed."""
     for name, (low, high) in ranges.items():
         if (value := getattr(config, name)) is not None and not low <= value <= high:
-            usual = f"goes from {low:g} to {high:g}" if high < math.inf else f"is {low:g} or more"
-            raise BadInput(f"{name} is {value!r}; it {usual}")
+            allowed = f"from {low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
+            raise BadInput(f"{name} is {value!r}; it must be {allowed}")
     for name in above_zero:
         if not getattr(config, name) > 0:
-            raise BadInput(f"{name} is {getattr(config, name)!r}; it is above 0")
+            raise BadInput(f"{name} is {getattr(config, name)!r}; it must be above 0")
 
 
 def check_patch(config: Any, *sizes: str) -> None:
-    """Raises BadInput where patches do not divide the images; `sizes` names the fields that hold their sizes."""
+    """Raises BadInput if patches do not divide the images; `sizes` are the names of the fields with their sizes."""
     if config.patch is None:
         return
     if config.patch < 1:
-        raise BadInput(f"patch is {config.patch}; it is 1 or more, the pixels along a side of a patch")
+        raise BadInput(f"patch is {config.patch}; give the side of a patch in pixels, 1 or more")
     for name in sizes:
         if getattr(config, name) % config.patch:
-            raise BadInput(
-                f"patches of {config.patch} do not divide {name} {getattr(config, name)}; change one of them"
-            )
+            value = getattr(config, name)
+            raise BadInput(f"patches of {config.patch} do not divide {name} {value}; change one of them")
 
 
 def arguments_of(text: str) -> dict[str, Any]:
@@ -72,28 +71,28 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def built(config: Config, arguments: dict[str, Any]) -> nn.Module:
-    """The model that a config names, with these arguments; an unknown one is reported with those there are."""
+    """Builds the model of a config with these arguments. Raises BadInput for arguments that it does not have."""
     try:
         return spec.build(config.model, **arguments)
     except BadInput as error:
-        plain: Any = spec.build(config.model, light=True)  # raises where the name itself is wrong
+        plain: Any = spec.build(config.model, light=True)  # raises if the name itself is wrong
         _check_arguments(config, plain.__class__, arguments_of(config.model_args))
-        # A preset's own are for the preset's model, and another one may take none of that kind.
+        # The model_args of a preset are for its model; another model may not have them.
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        raise BadInput(f"{error}; it was given {given}. Other model_args, or none of them, change that") from error
+        raise BadInput(f"{error}; the arguments were {given}. Change model_args, or leave them out") from error
 
 
 def named(kind: type[_Named], config: Any, facts: Facts, **options: Any) -> _Named:
-    """A diffusion transformer of the size that a config names, for the data; its model_args come first.
+    """Builds a diffusion transformer of the config's size for the data; model_args override both.
 
-    One for published weights may have more classes than the data, and not fewer.
+    It may have more classes than the data, as published weights do, but not fewer.
     """
     arguments = arguments_of(config.model_args)
     _check_arguments(config, kind, arguments)
-    given = {"size": facts.size, "channels": facts.channels, "classes": facts.classes, "narrow": config.narrow}
+    from_data = {"size": facts.size, "channels": facts.channels, "classes": facts.classes, "narrow": config.narrow}
     try:
-        model = kind.named(config.model, **{**given, **options, **arguments})
-    except (TypeError, RuntimeError) as error:  # text instead of a number, or a size no tensor can have
+        model = kind.named(config.model, **{**from_data, **options, **arguments})
+    except (TypeError, RuntimeError) as error:  # text instead of a number, or an impossible size
         raise BadInput(f"model_args {config.model_args!r}: {config.model}: {error}") from error
     if model.classes < facts.classes:
         raise BadInput(f"model_args {config.model_args!r}: {model.classes} classes, and the data has {facts.classes}")
@@ -102,7 +101,7 @@ def named(kind: type[_Named], config: Any, facts: Facts, **options: Any) -> _Nam
 
 def _check_arguments(config: Config, kind: type[nn.Module], arguments: dict[str, Any]) -> None:
     accepted = inspect.signature(kind).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         return
     for name in arguments:
         if name not in accepted:

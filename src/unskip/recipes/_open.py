@@ -1,4 +1,4 @@
-"""A trained model from its run folder alone: no data set, no optimizer."""
+"""Opens a trained model from its run folder, without data set and optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unskip.wiring import about, parse
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained run: the whole model, the part of it that makes features, and the step of its checkpoint."""
+    """A trained run: the whole model, its encoder, and the step of its checkpoint."""
 
     folder: RunFolder
     config: Any
@@ -34,10 +34,10 @@ class Trained:
 
 
 def open_run(out: str | Path, device: str | None = None, *, trust: bool = False) -> Trained:
-    """The model of a run as its last whole checkpoint holds it, with its EMA weights where there are any.
+    """The model of a run from its last intact checkpoint, with EMA weights if there are any.
 
-    `device` is the config's by default. A run whose model is a function of a file, or that was made with
-    plugins which are not loaded, is opened with `trust` only: those files are executed.
+    `device` is the config's by default. A model from a Python file, and plugins that are not loaded, need `trust`:
+    these files are executed.
     """
     folder = RunFolder.open(out)
     with with_plugins(folder.plugins, trust):
@@ -47,7 +47,7 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
         config = replace(config, device=device)
     if ".py:" in config.model and not trust:
         raise BadInput(
-            f"{out}: its model is {config.model}, and opening it runs that file. Where you trust it, pass trust=True "
+            f"{out}: its model is {config.model}, and opening it runs that file. If you trust it, pass trust=True "
             "(--trust)"
         )
     last = folder.last_checkpoint()
@@ -58,29 +58,29 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
     try:
         facts = Facts(**folder.facts)
     except TypeError as error:
-        raise LoadError(f"{folder.path / 'config.json'}: damaged, its facts do not read ({error})") from error
+        raise LoadError(f"{folder.path / 'config.json'}: damaged, its facts cannot be read ({error})") from error
     objective = recipe.objective(config)
-    where = device_of(config.device)
-    model = recipe.build_model(config, facts).to(where)
+    target = device_of(config.device)
+    model = recipe.build_model(config, facts).to(target)
     example = objective.example(facts)
-    # Before the model is rewired, so that its sites are described with their trained weights; and again after, because
-    # a learnable shortcut brings weights of its own.
-    _load(model, checkpoint, where, strict=False)
-    wirings = wire(objective, model, example.to(where))
-    _load(model, checkpoint, where, strict=True)
+    # Weights are loaded before rewiring, for the description of the sites, and again after it, because a learnable
+    # shortcut adds weights.
+    _load(model, checkpoint, target, strict=False)
+    wirings = wire(objective, model, example.to(target))
+    _load(model, checkpoint, target, strict=True)
     for wiring in wirings:
-        wiring.step(step - 1)  # steps count from 0, and annealed shortcuts stay where the last one left them
+        wiring.step(step - 1)  # the last trained step, counted from 0
     encoder = objective.encoder(model)
-    kept = {"run": run_facts(folder.config, step, folder.read("evals.jsonl"))}
+    record = {"run": run_facts(folder.config, step, folder.read("evals.jsonl"))}
     if folder.preprocess is not None:
-        kept["preprocess"] = folder.preprocess
-    for each in (model, encoder):
-        about(each).update(kept)
+        record["preprocess"] = folder.preprocess
+    for module in (model, encoder):
+        about(module).update(record)
     return Trained(folder, config, facts, objective, model, encoder, step)
 
 
 def _load(model: nn.Module, checkpoint: Path, device: torch.device, strict: bool) -> None:
-    """The weights of a checkpoint, or their EMA."""
+    """Loads the weights of a checkpoint, or their EMA."""
     from safetensors.torch import load_model
 
     load_model(model, checkpoint / "model.safetensors", strict=strict, device=str(device))
@@ -90,6 +90,6 @@ def _load(model: nn.Module, checkpoint: Path, device: torch.device, strict: bool
 
 
 def is_run(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a run's."""
+    """Whether a folder is that of a run."""
     path = Path(folder)
     return (path / "config.json").is_file() and (path / "checkpoints").is_dir()

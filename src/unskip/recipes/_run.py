@@ -1,4 +1,4 @@
-"""From a config to a run: check it, build the task, make the folder, train; and the same again from a folder."""
+"""Trains a config in a new run folder, and resumes a run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from unskip.wiring import Shortcut, parse
 
 
 def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener | None = None) -> Outcome:
-    """Trains a config in a new run folder. Stopped by Ctrl-C or SIGTERM it leaves a checkpoint to resume from.
+    """Trains a config in a new run folder. If stopped by Ctrl-C or SIGTERM, it writes a checkpoint to resume from.
 
-    `opener` opens the images; a cached one spares the next run on the same data from decoding them again.
+    `opener` opens the images; with a cached one, the next run on the same data does not decode them again.
     """
     recipe = recipe_of(config)
     config = absolute_paths(config)
@@ -46,7 +46,7 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
     if is_main():
         device = str(next(task.model.parameters()).device)
         modules = [recipe.objective.__module__, *_modules(parse(config.shortcut))]
-        plugins = [*dict.fromkeys([*loaded_plugins(), *(name for each in modules for name in plugin_of(each))])]
+        plugins = [*dict.fromkeys([*loaded_plugins(), *(name for module in modules for name in plugin_of(module))])]
         folder = RunFolder.create(out, to_dict(config), device, steps=schedule.steps, plugins=plugins, **task.record)
         if not quiet:
             sys.stderr.write(f"{_summary(config, task.model, schedule.steps)} on {device}\n")
@@ -56,7 +56,7 @@ def train(config: Config, out: str | Path, quiet: bool = False, opener: Opener |
         return run_task(task, schedule, folder, quiet)
     except Exception:
         if is_main():
-            folder.discard_unbegun()  # so that the same command runs again once its cause is mended
+            folder.discard_unbegun()  # so that the same command works after a fix
         raise
 
 
@@ -69,10 +69,10 @@ def resume(
     data: str | None = None,
     trust: bool = False,
 ) -> Outcome:
-    """Continues a run from its last whole checkpoint, or from the start where it has none.
+    """Continues a run from its last intact checkpoint, or from the start if it has none.
 
-    Data that is not what the run began with is refused, unless `changed_data`, which the run then records; `data`
-    is where the data lies now, if it was moved. With `trust` the plugins that the run was made with are imported.
+    Changed data is refused, unless `changed_data` is set; the run then records the change. `data` is the new path of
+    data that was moved. With `trust` the plugins of the run are imported.
     """
     folder = RunFolder.open(out)
     with with_plugins(folder.plugins, trust):
@@ -85,15 +85,15 @@ def resume(
     try:
         task, schedule = build_task(config.resumed(folder), opener)
     except BadInput as error:
-        place = Path(config.data)
-        if place.is_absolute() and not (place.exists() or (place.parent.exists() and set("*{+") & set(config.data))):
-            raise BadInput(f"{folder.path}: {error}. Data that was moved is named by --data (data=)") from error
+        path = Path(config.data)
+        if path.is_absolute() and not (path.exists() or (path.parent.exists() and set("*{+") & set(config.data))):
+            raise BadInput(f"{folder.path}: {error}. If the data was moved, give its path: --data (data=)") from error
         raise
     changed = data_changes(folder.data, task.record["data"])
     if changed is not None:
         if not changed_data:
             raise BadInput(
-                f"{folder.path}: {changed}. Bring the data back, or continue on the new data with: unskip resume "
+                f"{folder.path}: {changed}. Restore the data, or continue on the new data with: unskip resume "
                 f"{folder.path} --changed-data"
             )
         last = folder.last_checkpoint()
@@ -115,7 +115,7 @@ def absolute_paths(config: Config) -> Config:
         if value is not None:
             paths[name] = str(Path(value).expanduser().absolute())
     tokenizer = getattr(config, "tokenizer", None)
-    if tokenizer is not None and Path(tokenizer).expanduser().exists():  # else it is a name
+    if tokenizer is not None and Path(tokenizer).expanduser().exists():  # otherwise a name
         paths["tokenizer"] = str(Path(tokenizer).expanduser().absolute())
     file, _, function = config.model.rpartition(":")
     if file.endswith(".py"):
@@ -132,49 +132,48 @@ def _modules(rule: Shortcut) -> Iterator[str]:
 
 
 def _announce_data(config: Config, quiet: bool) -> None:
-    """Decoding a large set takes a minute without any other output."""
+    """Prints the data set: decoding a large one takes a minute without other output."""
     if is_main() and not quiet:
         sys.stderr.write(f"opening {config.data}\n")
         sys.stderr.flush()
 
 
 def _summary(config: Config, model: nn.Module, steps: int) -> str:
-    """What is trained, in a line: a preset's size and arguments apply to whatever model and images it is given."""
+    """Model, parameters, data and steps in one line: a preset's sizes also apply to other models and data."""
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     arguments = f" ({config.model_args})" if config.model_args else ""
     length = count(steps, "step")
-    own = type(config).__module__.startswith("unskip.")  # a recipe from outside need not build `config.model`
-    name = f"{config.model}{arguments}" if own else type(model).__name__
+    built_in = type(config).__module__.startswith("unskip.")  # other recipes need not build `config.model`
+    name = f"{config.model}{arguments}" if built_in else type(model).__name__
     return f"{name}: {millions:.3g} million parameters, {config.inputs}, {length}"
 
 
 def _refuse_not_finite(config: Config) -> None:
-    """A run's folder keeps its config as JSON, which has no such numbers."""
+    """Refuses NaN and infinity, which JSON cannot store."""
     for name, value in vars(config).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise BadInput(f"{name} is {value}; give a finite number, or None for no limit")
 
 
 def _refuse_unused(config: Config, recipe: Recipe) -> None:
-    """A field that was given and has no effect is refused; one that a preset sets is not."""
+    """Refuses fields without effect, unless the preset sets them."""
     preset = recipe.presets.get(config.preset)
-    before = recipe.config(**preset.fields) if preset is not None else recipe.config()
-    for name, why in config.unused().items():
+    defaults = recipe.config(**preset.fields) if preset is not None else recipe.config()
+    for name, reason in config.unused().items():
         value = getattr(config, name)
-        if value != getattr(before, name):
-            raise BadInput(f"{name} is {value!r}, which has no effect: {why}, or leave {name} out")
+        if value != getattr(defaults, name):
+            raise BadInput(f"{name} is {value!r}, which has no effect: {reason}, or leave {name} out")
 
 
 def _refuse_graph(config: Config, recipe: Recipe) -> None:
-    """A CUDA graph that was asked for and cannot be is refused; one that a preset asks for is left out with a note.
+    """Refuses an impossible CUDA graph, unless the preset sets it: training then goes on without it, with a note.
 
-    A run that is resumed or evaluated elsewhere does without, too.
+    So do runs that are resumed or evaluated on another device.
     """
     preset = recipe.presets.get(config.preset)
     if not config.graph or (preset is not None and preset.fields.get("graph")):
         return
-    against = why_not(
-        device_of(config.device).type, int(os.environ.get("WORLD_SIZE", "1")), config.accumulate, config.precision
-    )
-    if against is not None:
-        raise BadInput(f"graph is not possible: {against}. Leave graph out")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    reason = why_not(device_of(config.device).type, world, config.accumulate, config.precision)
+    if reason is not None:
+        raise BadInput(f"graph is not possible: {reason}. Leave graph out")

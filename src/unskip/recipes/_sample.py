@@ -1,8 +1,8 @@
-"""Samples of a run: images from noise by its EMA weights, as PNG files and one grid beside them.
+"""Samples images from the EMA weights of a run, and writes PNG files and a grid.
 
 RUN/samples/step-N-SAMPLER-cfg-seed.png          the grid; the report shows the newest
 RUN/samples/step-N-SAMPLER-cfg-seed/00000.png    sample 0, 1, 2, ...
-RUN/samples/step-N-SAMPLER-cfg-seed.json         how they were made, and at what cost
+RUN/samples/step-N-SAMPLER-cfg-seed.json         settings and cost
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from unskip.recipes._flow import FlowMatching
 from unskip.recipes._open import Trained, open_run
 
 _IN_GRID = 100
-_LEAST_SIDE = 32  # of an image in the grid; smaller ones are enlarged
-_DECODED = 16  # latents at a time: their images take far more memory than they do
+_MIN_SIDE = 32  # of an image in the grid; smaller ones are enlarged
+_DECODED = 16  # latents decoded at a time: images take far more memory than latents
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """What was drawn: bytes (n, channels, size, size), their labels, and the cost."""
+    """Samples as bytes (n, channels, size, size), their labels, and the cost."""
 
     images: Tensor
     labels: Tensor
-    evaluations: float  # of the network, for one sample: two for each velocity with guidance
+    evaluations: float  # of the network per sample; guidance needs two per velocity
     seconds: float
-    grid: Path | None  # the picture of them
+    grid: Path | None  # the image file of the grid
 
 
 def sample(
@@ -63,25 +63,25 @@ def sample(
 ) -> Samples:
     """Draws n samples of a run's last checkpoint and writes them into its folder.
 
-    Sample i has class i modulo the number of classes of the run's data, unless `labels` names one for all or one for
-    each; the class after the model's last one means no label. A sample is the same for any n and batch,
-    up to rounding. `compile` pays off for hundreds of samples on a GPU. `write=False` leaves the folder alone.
+    Sample i has class i modulo the number of classes, unless `labels` gives one label for all or one for each; the
+    class after the model's last one means no label. A sample is the same for any n and batch, up to rounding. `compile`
+    pays off for hundreds of samples on a GPU. `write=False` writes nothing.
     """
     sampling = Sampling(sampler, steps, cfg, tolerance, seed)
     if not isinstance(n, int) or n < 1:
-        raise BadInput(f"{n} samples; ask for one or more")
+        raise BadInput(f"{n} samples; draw one or more")
     trained = run if isinstance(run, Trained) else open_run(run, device)
     start = time.perf_counter()
     parts = list(sampled(trained, n, sampling, labels=labels, batch=batch, precision=precision, compile=compile))
-    images, names = (torch.cat([part[index] for part in parts]) for index in range(2))
+    images, classes = (torch.cat([part[index] for part in parts]) for index in range(2))
     costs = float(torch.cat([part[2] for part in parts]).double().mean())
     seconds = time.perf_counter() - start
     grid = None
     if write:
         about = {"step": trained.step, "n": n, **asdict(sampling), "evaluations": costs, "seconds": seconds}
         name = f"step-{trained.step}-{sampler}-cfg{cfg:g}-seed{seed}"
-        grid = _write(trained.folder.path / "samples", name, images, {**about, "labels": names.tolist()})
-    return Samples(images, names, costs, seconds, grid)
+        grid = _write(trained.folder.path / "samples", name, images, {**about, "labels": classes.tolist()})
+    return Samples(images, classes, costs, seconds, grid)
 
 
 def sampled(
@@ -97,7 +97,7 @@ def sampled(
     """Bytes, labels and evaluations of n samples, a batch at a time, on the CPU."""
     config, model, objective = trained.config, trained.model, trained.objective
     if not isinstance(objective, FlowMatching):
-        raise BadInput(f"{trained.folder.path}: its recipe does not generate; sample a run of sit or uvit")
+        raise BadInput(f"{trained.folder.path}: its recipe does not generate images; use a run of sit or uvit")
     network: Any = model
     device = next(model.parameters()).device
     classes = int(network.classes)
@@ -131,12 +131,12 @@ def _labels(labels: int | Sequence[int] | None, n: int, classes: int) -> Tensor:
     chosen = chosen if chosen.is_floating_point() else chosen.long()
     chosen = chosen.expand(n) if chosen.ndim == 0 else chosen
     if len(chosen) != n:
-        raise BadInput(f"{len(chosen)} labels for {n} samples; name one for all, or one for each")
+        raise BadInput(f"{len(chosen)} labels for {n} samples; give one for all, or one for each")
     return chosen
 
 
 def _decoder(objective: FlowMatching, model: nn.Module, channels: int) -> Any:
-    """From the model's values to bytes: by the autoencoder, or by undoing the normalisation."""
+    """Converts the model's values to bytes: decodes latents, or undoes the normalisation."""
     autoencoder = objective.autoencoder
     if autoencoder is not None:
         return lambda values: torch.cat([autoencoder.decode(part) for part in values.split(_DECODED)])
@@ -145,11 +145,11 @@ def _decoder(objective: FlowMatching, model: nn.Module, channels: int) -> Any:
 
 def _write(folder: Path, name: str, images: Tensor, about: dict[str, Any]) -> Path:
     Image = need("PIL.Image")
-    each = folder / name
-    each.mkdir(parents=True, exist_ok=True)
+    single = folder / name
+    single.mkdir(parents=True, exist_ok=True)
     for index, image in enumerate(images):
-        Image.fromarray(_channels_last(image)).save(each / f"{index:05d}.png")
-    for old in each.glob("*.png"):  # of an earlier call that asked for more
+        Image.fromarray(_channels_last(image)).save(single / f"{index:05d}.png")
+    for old in single.glob("*.png"):  # of an earlier call with a larger n
         if old.stem.isdigit() and int(old.stem) >= len(images):
             old.unlink(missing_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(about) + "\n")
@@ -159,8 +159,8 @@ def _write(folder: Path, name: str, images: Tensor, about: dict[str, Any]) -> Pa
 
 
 def grid_of(images: Tensor, gap: int = 2) -> Tensor:
-    """Bytes (n, channels, size, size) to one image (channels, height, width), in rows from the left, on white."""
-    times = max(1, -(-_LEAST_SIDE // images.shape[2]))
+    """Arranges images (n, channels, size, size) in one image (channels, height, width), by rows, on white."""
+    times = max(1, -(-_MIN_SIDE // images.shape[2]))
     images = images.repeat_interleave(times, 2).repeat_interleave(times, 3)
     count, channels, tall, wide = images.shape
     columns = math.ceil(math.sqrt(count))
@@ -175,5 +175,5 @@ def grid_of(images: Tensor, gap: int = 2) -> Tensor:
 
 def _channels_last(image: Tensor) -> Any:
     if image.shape[0] not in (1, 3):
-        raise BadInput(f"images of {image.shape[0]} channels are no PNG; sample with write=False")
+        raise BadInput(f"PNG has no images of {image.shape[0]} channels; sample with write=False")
     return image[0].numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).contiguous().numpy()

@@ -1,9 +1,9 @@
-"""Text of a language model: a prompt continued token by token, with the keys and values of earlier tokens kept.
+"""Samples text from a language model: continues a prompt token by token, with cached keys and values.
 
-The model sees the last tokens, up to its context length. Where that is full, it goes on from the second half of what it
-has seen: with a cache and without the same tokens are seen, so both give the same text, up to rounding.
+The input is the last tokens, up to the context length. When that is full, the second half of the context is kept and
+grows again. The input is the same with and without cache, so both give the same text, up to rounding.
 
-RUN/samples/step-N-text-seed.txt    the texts, and how they were made
+RUN/samples/step-N-text-seed.txt    the texts and settings
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unskip.recipes._open import Trained, open_run
 
 @dataclass(frozen=True, eq=False)
 class TextSamples:
-    """Texts that continue a prompt, without it, and the cost."""
+    """Continuations of a prompt, without the prompt, and the cost."""
 
     prompt: str
     texts: list[str]
@@ -54,77 +54,77 @@ def sample_text(
 ) -> TextSamples:
     """Continues a prompt n times, by at most `length` tokens each, with a run's last checkpoint.
 
-    A text ends where the model ends a document. At temperature 0 the likeliest token is taken; `top_k` draws among the
-    likeliest alone. Text i is the same for any n. `cache=False` computes everything anew for each token.
+    A text ends with the model's end-of-document token. Temperature 0 takes the likeliest token; `top_k` draws from the
+    likeliest tokens only. Text i is the same for any n. `cache=False` recomputes everything for each token.
     """
     for name, value in (("n", n), ("length", length), ("top_k", 1 if top_k is None else top_k)):
         _checks.whole("sample", name, value, low=1)
     _checks.number("sample", "temperature", temperature)
     try:
-        given = prompt.encode()
+        encoded = prompt.encode()
     except UnicodeEncodeError as error:
-        raise BadInput(f"sample: the prompt {prompt!r} is no UTF-8; give it in that encoding") from error
+        raise BadInput(f"sample: the prompt {prompt!r} cannot be encoded as UTF-8") from error
     trained = run if isinstance(run, Trained) else open_run(run, device)
     if not isinstance(trained.objective, NextToken):
-        raise BadInput(f"{trained.folder.path}: its recipe is no language model; take a run of lm, or unskip.sample")
+        raise BadInput(f"{trained.folder.path}: its recipe is no language model; use a run of lm, or unskip.sample")
     last = trained.folder.last_checkpoint()
     assert last is not None
-    words, facts = tokenizer_of(last[1]), trained.facts
-    begun = words.encode([given])[0].tolist() or [words.end]
-    where = next(trained.model.parameters()).device
-    ids = torch.tensor(begun, device=where).repeat(n, 1)
+    tokenizer, facts = tokenizer_of(last[1]), trained.facts
+    prompt_ids = tokenizer.encode([encoded])[0].tolist() or [tokenizer.end]
+    target = next(trained.model.parameters()).device
+    ids = torch.tensor(prompt_ids, device=target).repeat(n, 1)
     start = time.perf_counter()
     drawn: list[Tensor] = []
-    ended = torch.zeros(n, dtype=torch.bool, device=where)
+    ended = torch.zeros(n, dtype=torch.bool, device=target)
     draw = _Draw(seed, n, temperature, top_k, facts.vocabulary)
-    with evaluating(trained.model), torch.no_grad(), autocast(where, precision):
+    with evaluating(trained.model), torch.no_grad(), autocast(target, precision):
         for logits in continued(trained.model, ids, drawn, facts.context, length, cache):
             drawn.append(draw(logits))
-            ended |= drawn[-1] == words.end
+            ended |= drawn[-1] == tokenizer.end
             if ended.all():
                 break
     rows = torch.stack(drawn, 1).tolist()
-    texts = [words.decode(row[: row.index(words.end)] if words.end in row else row) for row in rows]
+    end = tokenizer.end
+    texts = [tokenizer.decode(row[: row.index(end)] if end in row else row) for row in rows]
     seconds = time.perf_counter() - start
-    result = TextSamples(prompt, texts, len(drawn) * n, seconds, None)
+    file = None
     if write:
         about = {"step": trained.step, "prompt": prompt, "temperature": temperature, "top_k": top_k, "seed": seed}
         file = trained.folder.path / "samples" / f"step-{trained.step}-text-seed{seed}.txt"
         file.parent.mkdir(exist_ok=True)
         shown = [f"--- {index}\n{prompt}{text}" for index, text in enumerate(texts)]
         file.write_text("\n".join([json.dumps(about), *shown]) + "\n", encoding="utf-8")
-        result = TextSamples(prompt, texts, len(drawn) * n, seconds, file)
-    return result
+    return TextSamples(prompt, texts, len(drawn) * n, seconds, file)
 
 
 def continued(
     model: nn.Module, ids: Tensor, drawn: list[Tensor], context: int, length: int, cache: bool
 ) -> Iterator[Tensor]:
-    """The logits (n, vocabulary) of the next token after ids (n, tokens) and what was `drawn` since, `length` times."""
+    """Yields `length` times the next token's logits (n, vocabulary), after ids (n, tokens) and the tokens `drawn`."""
     cache = cache and takes_cache(model)
-    kept: Any = None
-    first, fed = max(0, ids.shape[1] - context), 0  # the first token that is seen, and those whose keys are kept
+    past: Any = None
+    first, cached = max(0, ids.shape[1] - context), 0  # the first token of the input; the end of the cached tokens
     for _ in range(length):
-        whole = torch.cat([ids, *(each[:, None] for each in drawn)], 1)
-        if whole.shape[1] - first > context:
-            first, kept = whole.shape[1] - max(1, context // 2), None
+        tokens = torch.cat([ids, *(token[:, None] for token in drawn)], 1)
+        if tokens.shape[1] - first > context:
+            first, past = tokens.shape[1] - max(1, context // 2), None
         if cache:
-            output = model(whole[:, fed if kept is not None else first :], past_key_values=kept, use_cache=True)
-            kept, fed = output.past_key_values, whole.shape[1]
+            output = model(tokens[:, cached if past is not None else first :], past_key_values=past, use_cache=True)
+            past, cached = output.past_key_values, tokens.shape[1]
         else:
-            output = model(whole[:, first:])
+            output = model(tokens[:, first:])
         yield token_logits(model, output)[:, -1].float()
 
 
 class _Draw:
-    """The next tokens of n texts, each from random numbers of its own."""
+    """Draws the next tokens of n texts, each with its own random generator."""
 
     def __init__(self, seed: int, n: int, temperature: float, top_k: int | None, vocabulary: int) -> None:
         self.temperature, self.top_k, self.vocabulary = temperature, top_k, vocabulary
         self.generators = [torch.Generator().manual_seed(seed * 1_000_003 + index) for index in range(n)]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        logits = logits[:, : self.vocabulary]  # a vocabulary that is filled up has logits of no token
+        logits = logits[:, : self.vocabulary]  # logits of a padded vocabulary stand for no token
         if self.temperature == 0:
             return logits.argmax(-1)
         if self.top_k is not None:

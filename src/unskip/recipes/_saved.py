@@ -1,8 +1,8 @@
-"""save and load of whole folders: what `unskip.wiring` writes, and what a hub and other libraries look for.
+"""save and load: the files of `unskip.wiring`, and those that the hub and other libraries expect.
 
     folder/model.safetensors    the weights
     folder/unskip.json          builder, structure, wiring, preprocessing, recipe and results
-    folder/config.json          of a timm or transformers model: as its own library writes and reads it
+    folder/config.json          for a timm or transformers model, in the format of its library
     folder/README.md            the model card
 
 `huggingface_hub.upload_folder` uploads such a folder as it is, and `load("hf-hub:OWNER/NAME")` reads it from there.
@@ -30,36 +30,35 @@ from unskip.wiring import load as load_saved
 from unskip.wiring import save as save_model
 
 _HUB = "hf-hub:"
-# Of timm's pretrained_cfg, what belongs to the architecture: not the place and licence of other weights.
+# Keys of timm's pretrained_cfg about the architecture, without source and licence of timm's weights.
 _KEPT = ("pool_size", "crop_mode", "fixed_input_size", "first_conv", "classifier")
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = None) -> Path:
     """Writes a model, its wiring and its preprocessing into a folder, with a model card.
 
-    `builder` says how to build the model again: a spec such as "timm:vit_tiny_patch16_224" or "file.py:function", or a
-    mapping {"spec": ..., "kwargs": {...}}. Without one, a transformers or diffusers model is recorded by its
-    configuration and a timm or torchvision model by its name and arguments, where they build the same structure, and
-    where they do not a warning says so; any other needs `model=` when it is loaded. The card of a model that comes from
-    a run states its recipe and results.
+    `builder` describes how to build the model again: a spec such as "timm:vit_tiny_patch16_224" or "file.py:function",
+    or a mapping {"spec": ..., "kwargs": {...}}. Without one, a transformers or diffusers model is recorded by its
+    config and a timm or torchvision model by its name and arguments, with a warning if these build another structure;
+    any other model needs `model=` when it is loaded. The card of a model from a run states its recipe and results.
     """
     target = Path(folder)
     if is_run(target):
-        raise BadInput(f"{target} is the folder of a run; save the model into another one")
+        raise BadInput(f"{target} is the folder of a run; choose another folder")
     channels = image_channels(model)
-    made = None if channels is None else known_preprocess(model, channels)
-    kept = {**about(model), **({} if made is None else {"preprocess": made.to_dict()})}
-    again = (target / "unskip.json").is_file()
-    save_model(model, target, builder, kept)
+    preprocess = None if channels is None else known_preprocess(model, channels)
+    facts = {**about(model), **({} if preprocess is None else {"preprocess": preprocess.to_dict()})}
+    overwrites = (target / "unskip.json").is_file()
+    save_model(model, target, builder, facts)
     record = json.loads((target / "unskip.json").read_text(encoding="utf-8"))
     config = _config(model, record)
     if config is not None:
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    elif again:
-        (target / "config.json").unlink(missing_ok=True)  # of the model that the folder held before
+    elif overwrites:
+        (target / "config.json").unlink(missing_ok=True)  # of the overwritten model
     readme = target / "README.md"
     if not readme.exists() or MARK in readme.read_text(encoding="utf-8", errors="replace"):
-        parameters = sum(each.numel() for each in model.parameters())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         readme.write_text(card(target.resolve().name, record, parameters), encoding="utf-8")
     return target
 
@@ -67,12 +66,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str], builder: Builder = No
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None, **options: Any) -> nn.Module:
     """The model in a folder of `unskip.save`, or the whole model of a run, with its weights and its wiring.
 
-    "hf-hub:OWNER/NAME", with @REVISION where another than the newest is wanted, is such a folder on the hub. See
-    `unskip.wiring.load` for folders of `save` and their options. Of a run it is the last whole checkpoint, with EMA
-    weights where the run keeps them, on the CPU; its data set is not needed.
+    "hf-hub:OWNER/NAME", or "hf-hub:OWNER/NAME@REVISION", is such a folder on the hub. See `unskip.wiring.load` for
+    folders of `save` and their options. A run is loaded from its last intact checkpoint, with EMA weights if it has
+    any, on the CPU; its data set is not needed.
     """
     if str(folder).startswith(_HUB):
-        folder = _fetched(str(folder))
+        folder = _download(str(folder))
     if is_run(folder):
         if model is not None:
             raise BadInput(f"{folder} is a run, which builds its own model; leave model= out")
@@ -80,8 +79,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None, **optio
     return load_saved(folder, model, **options)
 
 
-def _fetched(name: str) -> Path:
-    """The folder of a hub's repository in the local cache: data files alone, no code."""
+def _download(name: str) -> Path:
+    """The folder of a hub repository in the local cache: only data files, no code."""
     hub = need("huggingface_hub")
     repository, _, revision = name.removeprefix(_HUB).partition("@")
     try:
@@ -94,22 +93,22 @@ def _fetched(name: str) -> Path:
 
 
 def _config(model: Any, record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """config.json of the model's own library; None where it has none, or builds another model."""
+    """config.json of the model's library; None if it has none or would build another model."""
     builder = record["builder"] or {}
     if "transformers" in builder:
         return {**builder["config"], "architectures": [builder["transformers"]]}
     library, _, name = builder.get("spec", "").partition(":")
-    described = getattr(model, "pretrained_cfg", None)
-    if library != "timm" or ":" in name or not isinstance(described, Mapping):
+    timm_config = getattr(model, "pretrained_cfg", None)
+    if library != "timm" or ":" in name or not isinstance(timm_config, Mapping):
         return None
-    config = {key: described[key] for key in _KEPT if described.get(key) is not None}
-    made = record.get("about", {}).get("preprocess")
-    if made is not None:
-        side = made["size"] or described["input_size"][-1]
-        config |= {"mean": made["mean"], "std": made["std"], "input_size": [len(made["mean"]), side, side]}
-        config |= {"interpolation": made["interpolation"], "crop_pct": made["crop"]}
+    config = {key: timm_config[key] for key in _KEPT if timm_config.get(key) is not None}
+    images = record.get("about", {}).get("preprocess")
+    if images is not None:
+        side = images["size"] or timm_config["input_size"][-1]
+        config |= {"mean": images["mean"], "std": images["std"], "input_size": [len(images["mean"]), side, side]}
+        config |= {"interpolation": images["interpolation"], "crop_pct": images["crop"]}
     if image_channels(model) != 3:
-        config.pop("first_conv", None)  # timm would convert its weights as if they were of three channels
+        config.pop("first_conv", None)  # with it, timm would convert the weights as if they had three channels
     return {
         "architecture": name.partition(".")[0],
         "num_classes": model.num_classes,

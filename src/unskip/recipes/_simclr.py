@@ -1,8 +1,7 @@
 """Contrastive training by SimCLR (arXiv 2002.05709), with any shortcut.
 
-The boundary of decayed shortcuts: "Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947)
-finds that they help generative objectives and not contrastive ones, which need features of high rank. A run with such a
-shortcut warns about it.
+"Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947) finds that decayed shortcuts help
+generative objectives and not contrastive ones, which need features of high rank. A run with a decayed shortcut warns.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Simclr(Config):
     """The config of a contrastive run."""
 
     patch: int | None = 4  # side of a patch in pixels; None: the model's own
-    scale: float = 0.2  # smallest fraction of the area that a crop shows
-    source: int | None = None  # side of the squares that a small set of images of several sizes is held as; None: size
+    scale: float = 0.2  # minimum fraction of the area in a crop
+    source: int | None = None  # small sets of images of several sizes are stored as squares of this side; None: size
     jitter: float = 1.0  # strength of the color jitter; 0: no color augmentation
     hidden: int = 2048  # width of the head
     projection: int = 128  # outputs of the head
@@ -81,9 +80,9 @@ class Contrast(CropsObjective):
         super().check()
         check_ranges(self.config, {"projection": (1, math.inf), "hidden": (1, math.inf)}, ("temperature",))
         if self.config.batch // max(1, self.config.accumulate) < 2:
-            raise BadInput("one image at a time has no negatives; raise batch, or lower accumulate")
+            raise BadInput("a batch of one image has no negatives; raise batch, or lower accumulate")
         if self.config.weights is not None:
-            raise BadInput("weights: SimCLR starts from its own initialisation; leave them out")
+            raise BadInput("weights: SimCLR cannot start from weights; leave them out")
 
     def encoder(self, model: Any) -> nn.Module:
         encoder: nn.Module = model.backbone
@@ -102,31 +101,29 @@ class Contrast(CropsObjective):
         return output.loss, {"aligned": output.aligned, "apart": output.apart}
 
     def warnings(self, row: dict[str, Any], share: float) -> Iterator[tuple[str, str]]:
-        """Where nothing is learned, crops of one image are no more similar than crops of different images.
+        """Warns if crops of one image are no more similar than crops of different images: then nothing is learned.
 
-        No value of the loss shows this. With n images a batch it is, by Jensen's inequality, at least
+        The loss alone does not show this. With n images per batch it is, by Jensen's inequality, at least
 
             log(2n - 1) - (aligned - apart) / T
 
-        with equality where all crops have the same output; where outputs differ it is higher, and falls below that
-        value during training.
+        with equality if all crops have the same output. If outputs differ it is higher, and falls below log(2n - 1)
+        during training.
         """
         aligned, apart = row.get("aligned"), row.get("apart")
         if share >= 0.2 and aligned is not None and apart is not None and aligned - apart < 0.01:
-            text = (
-                f"crops of one image are no more similar ({aligned:.3f}) than crops of different images ({apart:.3f})"
-            )
+            text = f"crops of one image are no more similar ({aligned:.3f}) than those of different ones ({apart:.3f})"
             yield "flat-loss", text
         yield from super().warnings(row, share)
 
 
 def decay_caution(shortcut: str) -> str | None:
-    """A warning where a decayed shortcut meets a contrastive loss."""
+    """A warning about a decayed shortcut with a contrastive loss, or None."""
     rule = parse(shortcut)
     if isinstance(rule, Decay) or (isinstance(rule, Anneal) and isinstance(rule.last, Decay)):
         return (
-            f"shortcut {shortcut} with a contrastive loss: decay lowers the rank of features, which contrastive "
-            "objectives need high; arXiv 2404.10947 does not recommend it. Compare with --shortcut keep"
+            f"shortcut {shortcut} with a contrastive loss: decay lowers the rank of features, but contrastive "
+            "objectives need a high rank (arXiv 2404.10947). Compare with --shortcut keep"
         )
     return None
 

@@ -4,7 +4,7 @@
     plain SiT             --shortcut keep --no-long-skips
 
 "Residual Connections Harm Generative Representation Learning" (arXiv 2404.10947): decayed shortcuts improve the samples
-and the features of a diffusion transformer. Where the decay should end is left open there:
+and the features of a diffusion transformer. The paper does not say in which block the decay should end:
 
     over all blocks         --shortcut decay:0.8
     by effective decay      --shortcut decay:product=5e-3
@@ -30,7 +30,7 @@ from unskip.recipes._registry import Preset, Recipe, register
 class Sit(FlowConfig):
     """The config of a SiT run."""
 
-    long_skips: bool = True  # outputs of the first half of the blocks go into the second half
+    long_skips: bool = True  # pass outputs of the first half of the blocks to the second half
     weights: str | None = None  # a published checkpoint
     lr: float = 1e-4
     weight_decay: float = 0.0
@@ -78,7 +78,7 @@ def build_model(config: Sit, facts: Facts) -> SiT:
 
 
 class Velocity(FlowMatching):
-    """SiT's objective, from published weights where the config names some."""
+    """SiT's objective, optionally starting from published weights."""
 
     def start(self, model: Any, sample: Any) -> list[str]:
         if self.config.weights is not None:

@@ -1,7 +1,7 @@
 """Supervised training of any timm model with any shortcut, initialisation and optimizer.
 
-The second paper's result ("Cutting the Skip", arXiv 2510.00345): a residual-free ViT, initialised for it and trained by
-a second-order optimizer, keeps up with a residual one.
+Result of "Cutting the Skip" (arXiv 2510.00345): a ViT without residual connections, with a suitable initialisation and
+a second-order optimizer, is as accurate as a residual one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Supervised(Config):
 
     patch: int | None = 4  # side of a patch in pixels; None: the model's own
     where: str | None = None  # attention | mlp: the sites of the shortcut and of init="skipless"; None: all
-    weights: str | None = None  # a folder of unskip.save, a run, or a checkpoint of one; of pretraining: its encoder
-    layer_decay: float | None = None  # the learning rate falls by this factor a block, from the head down
-    teacher: str | None = None  # "original": distil from the model that --weights holds, with the skips it had
+    weights: str | None = None  # a folder of unskip.save, a run or its checkpoint; from pretraining, the encoder
+    layer_decay: float | None = None  # factor on the learning rate per block, from the head down
+    teacher: str | None = None  # "original": distil from the model of --weights, with its skips
     temperature: float = 2.0  # of the distillation
-    distillation: float = 1.0  # its share of the loss; the rest is that of the labels
-    batch: int = 128  # images a step, over all processes
+    distillation: float = 1.0  # weight of the distillation loss; 1 - weight is that of the labels
+    batch: int = 128  # images per step, over all processes
     epochs: float = 20
     clip: float | None = 1.0  # largest norm of the gradient
     smoothing: float = 0.1  # label smoothing
@@ -49,35 +49,35 @@ class Supervised(Config):
     mixup: float = 0.0  # a of Beta(a, a)
     cutmix: float = 0.0  # a of Beta(a, a)
     erase: float = 0.0  # probability of random erasing
-    randaugment: str | None = None  # "operations,magnitude" as in "2,9", for images that are read from disk
-    drop_path: float = 0.0  # stochastic depth; off where a skip is cut, since a dropped branch would leave nothing
+    randaugment: str | None = None  # "operations,magnitude", such as "2,9", for images read from disk
+    drop_path: float = 0.0  # stochastic depth; off if a skip is cut, because nothing is left of a dropped branch
 
     def unused(self) -> dict[str, str]:
         reasons = super().unused()
-        reasons["online_images"] = "accuracy is that of all images; leave it out"
+        reasons["online_images"] = "accuracy is always measured on all images; leave it out"
         if self.teacher is None:
-            reasons |= dict.fromkeys(("temperature", "distillation"), "there is no teacher; give one")
+            reasons |= dict.fromkeys(("temperature", "distillation"), "there is no teacher; set teacher")
         elif self.distillation == 1:
-            reasons["smoothing"] = "labels have no share of the loss; set distillation below 1"
+            reasons["smoothing"] = "labels are not part of the loss; set distillation below 1"
         if self.weights is not None and self.init != "default":
-            reasons["init"] = "weights replace it; leave those out"
+            reasons["init"] = "weights replace it; leave weights out"
         if not self.model.startswith("timm:"):
-            why = f"{self.model} does not take it, only models of timm do; write what it calls that into model_args"
-            reasons |= {"patch": why, "drop_path": why}
+            reason = f"{self.model} is no model of timm; use model_args"
+            reasons |= {"patch": reason, "drop_path": reason}
         return reasons
 
     def resumed(self, run: RunFolder) -> Supervised:
-        """What the run started from may be gone: its teacher lies in the run, its own weights in a checkpoint."""
-        kept = run.path / ORIGINAL
-        if self.teacher is not None and kept.is_dir():
-            return replace(self, weights=str(kept))
+        """Without the original weights: the teacher is in the run folder, trained weights are in a checkpoint."""
+        teacher = run.path / ORIGINAL
+        if self.teacher is not None and teacher.is_dir():
+            return replace(self, weights=str(teacher))
         gone = self.teacher is None and self.weights is not None and not Path(self.weights).exists()
         return replace(self, weights=None) if gone and run.last_checkpoint() is not None else self
 
 
 _VIT_192 = {"model_args": "depth=12,embed_dim=192,num_heads=3"}
-_CARRY = "vo_gain=1,carry=3,mix=0.3,self_attention=0.97"  # three of six heads pass tokens on, three mix them
-_PAPER: dict[str, Any] = {  # as transcribed by others; see the docs
+_CARRY = "vo_gain=1,carry=3,mix=0.3,self_attention=0.97"  # three of six heads pass tokens on, three mix tokens
+_PAPER: dict[str, Any] = {  # from secondary sources; see the docs
     "data": "imagenet",
     "size": 224,
     "patch": None,
@@ -143,7 +143,7 @@ class Classification(Objective):
     """Cross entropy of the labels, distillation from a teacher, or both."""
 
     config: Supervised
-    given: Supervised  # with the drop path that the model was built with
+    model_config: Supervised  # as the model was built; `start` may turn drop path off in `config`
     teacher: Teacher | None = None
 
     def check(self) -> None:
@@ -153,20 +153,20 @@ class Classification(Objective):
         if config.teacher not in (None, "original"):
             raise BadInput(f"teacher is {config.teacher!r}; it can be 'original'")
         if config.teacher is not None and config.weights is None:
-            raise BadInput("the teacher has random weights: give --weights, the model to distil from")
+            raise BadInput("the teacher has random weights; give --weights, the model to distil from")
 
     def builder(self, facts: Facts) -> dict[str, Any]:
         return {"spec": self.config.model, "kwargs": _arguments(self.config, facts)}
 
     def start(self, model: nn.Module, sample: Tensor) -> list[str]:
-        config = self.given = self.config
+        config = self.model_config = self.config
         notes = [] if config.weights is None else _load_weights(config, model)
         if config.teacher is not None:
             self.teacher = Teacher(model, config.temperature, config.compile)
         if (wiring := find_wiring(model)) is not None:
-            wiring.undo()  # the config decides about the skips, whatever the weights were trained with
+            wiring.undo()  # the skips follow from the config, not from the weights
         if config.drop_path and _cuts(config, model, sample[:2]):
-            notes.append("drop path is off: where a skip is cut, a dropped branch leaves nothing")
+            notes.append("drop path is off, because a skip is cut: nothing would be left of a dropped branch")
             self.config = replace(config, drop_path=0.0)
             for module in [*model.modules()]:
                 for name, child in [*module.named_children()]:
@@ -178,27 +178,27 @@ class Classification(Objective):
 
     def keep(self, facts: Facts, run: Path) -> None:
         if self.teacher is not None:
-            self.teacher.save(run, {"spec": self.given.model, "kwargs": _arguments(self.given, facts)})
+            self.teacher.save(run, {"spec": self.model_config.model, "kwargs": _arguments(self.model_config, facts)})
 
     def optimizer_options(self) -> dict[str, Any]:
         return {"layer_decay": self.config.layer_decay}
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         images, labels = batch
-        target = None if self.teacher is None else self.teacher(images)  # first: its activations are gone by then
+        target = None if self.teacher is None else self.teacher(images)  # first, so that its activations are freed
         logits = model(images).float()
         hard = labels if labels.ndim == 1 else labels.argmax(-1)
         numbers = {"train_accuracy": (logits.argmax(-1) == hard).float().mean()}
         if self.teacher is None or target is None:
             return F.cross_entropy(logits, labels, label_smoothing=self.config.smoothing), numbers
-        value, share = self.teacher.loss(logits, target), self.config.distillation
+        loss, share = self.teacher.loss(logits, target), self.config.distillation
         numbers["teacher_agreement"] = (logits.argmax(-1) == target.argmax(-1)).float().mean()
         if share < 1:
-            value = torch.lerp(F.cross_entropy(logits, labels, label_smoothing=self.config.smoothing), value, share)
-        return value, numbers
+            loss = torch.lerp(F.cross_entropy(logits, labels, label_smoothing=self.config.smoothing), loss, share)
+        return loss, numbers
 
     def baseline_loss(self, model: nn.Module, train: ImageSet, test: Feed) -> float | None:
-        """The entropy of the smoothed class frequencies: the loss of a model that knows nothing else."""
+        """The entropy of the smoothed class frequencies: the loss of the best constant prediction."""
         if self.teacher is not None:
             return None
         classes, smoothing = len(train.classes), self.config.smoothing
@@ -214,15 +214,15 @@ def _arguments(config: Supervised, facts: Facts) -> dict[str, Any]:
     if not config.model.startswith("timm:"):
         return arguments
     known = need("timm").get_pretrained_cfg(config.model.removeprefix("timm:"))
-    given: dict[str, Any] = {"num_classes": facts.classes, "in_chans": facts.channels}
+    defaults: dict[str, Any] = {"num_classes": facts.classes, "in_chans": facts.channels}
     if config.drop_path:
-        given["drop_path_rate"] = config.drop_path
-    if known is None or known.fixed_input_size:  # convolutional models take images of any size, and no img_size
-        given["img_size"] = facts.size
+        defaults["drop_path_rate"] = config.drop_path
+    if known is None or known.fixed_input_size:  # convolutional models take any size, and have no img_size
+        defaults["img_size"] = facts.size
         if config.patch is not None:
-            given["patch_size"] = config.patch
+            defaults["patch_size"] = config.patch
             check_patch(config, "size")
-    return given | arguments
+    return defaults | arguments
 
 
 def _load_weights(config: Supervised, model: nn.Module) -> list[str]:
@@ -232,28 +232,26 @@ def _load_weights(config: Supervised, model: nn.Module) -> list[str]:
     encoder = folder if folder.name == "encoder" else folder / "encoder"
     if (encoder / "unskip.json").is_file():
         if config.teacher is not None:
-            raise BadInput(
-                f"{config.weights} is an encoder without a classifier, so it cannot teach; leave teacher out"
-            )
+            raise BadInput(f"{config.weights} is an encoder without a classifier, so no teacher; leave teacher out")
         pretrained = load(encoder)
         wiring = find_wiring(pretrained)
         if wiring is not None:
             wiring.undo()
-        fresh = _copy_encoder(model, pretrained, str(config.weights))
-        notes.append(f"new beside the encoder of {config.weights}: {', '.join(fresh)}")
+        missing = _copy_encoder(model, pretrained, str(config.weights))
+        notes.append(f"not in the encoder of {config.weights}, newly initialised: {', '.join(missing)}")
     else:
         wiring = find_wiring(load(folder, model))
         if (means := ema_weights(folder)) is not None:
-            model.load_state_dict(means)  # as unskip.load does
-            notes.append(f"the weights of {config.weights} are their EMA")
-    model.float()  # whatever they were saved in: training keeps weights in float32
+            model.load_state_dict(means)  # as in unskip.load
+            notes.append(f"the EMA weights of {config.weights} are used")
+    model.float()  # training keeps weights in float32
     if wiring is not None and parse(config.shortcut) == Keep():
-        notes.append(f"{config.weights} was saved with other skips; here all are kept (shortcut keep)")
+        notes.append(f"{config.weights} was saved with other skips; this run keeps all skips (shortcut keep)")
     return notes
 
 
 def _checkpoint(weights: str) -> Path:
-    """The newest checkpoint where a whole run is given."""
+    """The newest checkpoint, if `weights` is a run."""
     if not (Path(weights) / "config.json").is_file() or (Path(weights) / "unskip.json").is_file():
         return Path(weights)
     last = RunFolder.open(weights).last_checkpoint()
@@ -264,26 +262,26 @@ def _checkpoint(weights: str) -> Path:
 
 def _copy_encoder(model: nn.Module, encoder: nn.Module, weights: str) -> list[str]:
     """Copies the weights of an encoder. Returns the modules that it lacks: the head, and often the last norm."""
-    theirs, own = encoder.state_dict(), model.state_dict()
-    if "norm.weight" not in own:  # one after the mean takes its place, where tokens are averaged
-        theirs = {name: value for name, value in theirs.items() if not name.startswith("norm.")}
-    known = {name.split(".")[0] for name in theirs}
-    for name in sorted(theirs.keys() | {name for name in own if name.split(".")[0] in known}):
-        here, there = (tuple(each[name].shape) if name in each else "missing" for each in (theirs, own))
-        if here != there:
+    source, target = encoder.state_dict(), model.state_dict()
+    if "norm.weight" not in target:  # models that average tokens have a norm after the mean instead
+        source = {name: value for name, value in source.items() if not name.startswith("norm.")}
+    modules = {name.split(".")[0] for name in source}
+    for name in sorted(source.keys() | {name for name in target if name.split(".")[0] in modules}):
+        old, new = (tuple(state[name].shape) if name in state else "missing" for state in (source, target))
+        if old != new:
             raise BadInput(
-                f"{weights}: {name} is {here} in the encoder and {there} in the model to be trained; give it the "
-                "model, model_args, size and patch of the pretraining"
+                f"{weights}: {name} is {old} in the encoder and {new} in the model; use the model, model_args, size "
+                "and patch of the pretraining"
             )
-    model.load_state_dict(theirs, strict=False)
-    return sorted({name.split(".")[0] for name in own} - known)
+    model.load_state_dict(source, strict=False)
+    return sorted({name.split(".")[0] for name in target} - modules)
 
 
 def _cuts(config: Supervised, model: nn.Module, sample: Tensor) -> bool:
-    """Whether the shortcut cuts a skip of the model, at once or on its way."""
+    """Whether the shortcut cuts a skip of the model at any step."""
     rule = parse(config.shortcut)
     with (
-        warnings.catch_warnings(action="ignore", category=UnskipWarning),  # of drop path, which is asked about
+        warnings.catch_warnings(action="ignore", category=UnskipWarning),  # about drop path, which is turned off
         rewired(model, rule, sample, config.where) as wiring,
     ):
         for step in rule.moments():

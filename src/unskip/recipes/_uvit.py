@@ -1,6 +1,6 @@
-"""Training of U-ViT (arXiv 2209.12152), which has long skips of its own, with any shortcut.
+"""Training of U-ViT (arXiv 2209.12152), which has long skips by design, with any shortcut.
 
-The optimizer's settings are those of its paper. See `unskip.models.UViT` for the model.
+The optimizer settings are those of its paper. See `unskip.models.UViT` for the model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def build_model(config: Uvit, facts: Facts) -> UViT:
 
 
 class UvitObjective(FlowMatching):
-    """U-ViT's objective: AdamW has other betas."""
+    """U-ViT's objective, with its betas of AdamW."""
 
     adamw_betas = (0.99, 0.999)
 

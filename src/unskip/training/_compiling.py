@@ -1,7 +1,7 @@
-"""Compilation in the first step: what is compiled, how long that took the last time, and where the result is kept.
+"""torch.compile in the first step: a cache that survives restarts, and how long compilation took last time.
 
-torch keeps compiled code among the temporary files of the system, which may be gone after a restart of the machine.
-While a run lasts it is kept in ~/.cache/unskip/compiled instead, unless TORCHINDUCTOR_CACHE_DIR names a folder.
+torch keeps compiled code in the system's temporary folder, which a restart of the machine may clear. During a run it is
+kept in ~/.cache/unskip/compiled instead, unless TORCHINDUCTOR_CACHE_DIR names a folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 @contextmanager
 def lasting_cache() -> Iterator[None]:
-    """Compiled code outlives a restart of the machine, where the user has chosen no folder for it."""
+    """Keeps compiled code across restarts of the machine, unless the user has chosen a folder for it."""
     before = os.environ.get(_VARIABLE)
     # Importing torch's compiler sets the variable to its default.
     if before is not None and not Path(before).match(f"{tempfile.gettempdir()}/torchinductor_*"):
@@ -39,20 +39,20 @@ def lasting_cache() -> Iterator[None]:
 
 @contextmanager
 def timed_first_step(model: nn.Module, kind: str, say: Callable[[str], object]) -> Iterator[None]:
-    """Says that the first step compiles the model, and what it took the last time and now."""
-    place = torch.cuda.get_device_name() if kind == "cuda" else kind
+    """Reports that the first step compiles the model, how long that took last time, and how long now."""
+    device = torch.cuda.get_device_name() if kind == "cuda" else kind
     sizes = [tuple(parameter.shape) for parameter in model.parameters()]
-    key = f"{type(model).__name__} {sizes} {place} {torch.__version__}"
+    key = f"{type(model).__name__} {sizes} {device} {torch.__version__}"
     file = _folder() / f"first-step-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
     last = ""
     with suppress(OSError, ValueError):  # never compiled here, or a damaged file
-        last = f"; the last time it took {float(file.read_text()):.0f} s"
+        last = f"; last time it took {float(file.read_text()):.0f} s"
     say(f"compiling {type(model).__name__} in the first step{last}")
     begun = time.perf_counter()
     yield
     seconds = time.perf_counter() - begun
     say(f"the first step took {seconds:.0f} s")
-    with suppress(OSError):  # a home that cannot be written to
+    with suppress(OSError):  # a read-only home
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{seconds:.1f}\n")
 

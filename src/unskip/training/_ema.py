@@ -1,8 +1,8 @@
-"""An exponential moving average (EMA) of the weights, to evaluate and sample with: ema <- d * ema + (1 - d) * w.
+"""An exponential moving average (EMA) of the weights, for evaluation and sampling: ema <- d * ema + (1 - d) * w.
 
-torch's AveragedModel keeps a copy of the model, whose shortcuts would stay as they were while those of the model are
-annealed, and it synchronises with the device at each step. Here the averages are tensors that are swapped in. Of a
-sharded model each process averages its shards.
+torch's AveragedModel keeps a copy of the model, whose shortcuts would not follow annealing, and synchronises with the
+device at each step. Here the averages are plain tensors that are swapped in. Under FSDP each process averages its
+shards.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.share, self.steps = 1 - decay, 0
-        self.held: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
-        self.values = {name: value.detach().clone() for name, value in self.held.items()}
-        floats = [name for name, value in self.held.items() if value.is_floating_point()]
-        self.pairs = [local(self.values[name]) for name in floats], [local(self.held[name].detach()) for name in floats]
-        self.counters = [
-            (self.values[name], value) for name, value in self.held.items() if not value.is_floating_point()
-        ]
+        self.weights: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        self.values = {name: value.detach().clone() for name, value in self.weights.items()}
+        floats = [name for name, value in self.weights.items() if value.is_floating_point()]
+        averages = [local(self.values[name]) for name in floats]
+        self.pairs = averages, [local(self.weights[name].detach()) for name in floats]
+        self.counters = [(self.values[name], self.weights[name]) for name in self.weights.keys() - floats]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Call after each step. The first one copies the weights."""
+        """Call after each step. The first call copies the weights."""
         torch._foreach_lerp_(*self.pairs, self.share if self.steps else 1.0)
         for average, value in self.counters:
             average.copy_(value)
@@ -43,20 +42,20 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model holds its EMA weights inside this context."""
-        own = [value.detach().clone() for value in self.held.values()]
+        """A context in which the model has its EMA weights."""
+        saved = [value.detach().clone() for value in self.weights.values()]
         with torch.no_grad():
-            for name, value in self.held.items():
+            for name, value in self.weights.items():
                 value.copy_(self.values[name])
         try:
             yield
         finally:
             with torch.no_grad():
-                for value, before in zip(self.held.values(), own, strict=True):
+                for value, before in zip(self.weights.values(), saved, strict=True):
                     value.copy_(before)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """In the layout of torch's AveragedModel; of a sharded model whole tensors, which all processes gather."""
+        """In the layout of torch's AveragedModel. Under FSDP all processes call it, and tensors are gathered whole."""
         return {"n_averaged": torch.tensor(self.steps)} | {
             f"{_PREFIX}{name}": average for name, average in whole_of(self.values).items()
         }
@@ -68,7 +67,7 @@ class EMA:
 
 
 def ema_weights(checkpoint: Path, device: str | torch.device = "cpu") -> dict[str, Tensor] | None:
-    """The EMA weights of a checkpoint by the model's own names; None where it holds none."""
+    """The EMA weights of a checkpoint, by parameter name; None if it has none."""
     if not (checkpoint / "ema.json").is_file():
         return None
     state = read_state(checkpoint, "ema", device)

@@ -1,9 +1,9 @@
-"""The step loop: from a task and a schedule to a run folder, stopped and resumed at any step.
+"""The training loop: trains a task in a run folder, and can stop and resume at any step.
 
-Whatever is random in a step is a function of (seed, step, share of the batch): batches are, and the global generator is
-seeded anew before each step and each part of it, so dropout is too. So a resumed run needs no generator's state, only
-its step, and on one CPU process reaches the same weights bit for bit. N processes draw what one draws that accumulates
-over N parts.
+All randomness of a step follows from (seed, step, share of the batch): batches are drawn from it, and the global
+generator is reseeded before each step and each accumulation part, for dropout. So a resumed run needs only its step
+and no generator state, and on one CPU process reaches the same weights bit for bit. N processes draw the same random
+numbers as one process that accumulates over N parts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from unskip.training._task import Schedule, Task, checked_loss, checked_numbers
 from unskip.training._trackers import Trackers
 from unskip.wiring import save as save_model
 
-_FIRST_LOOK = 5  # the part of a run after which its health is looked at, where it is not evaluated on the way
+_FIRST_CHECK = 5  # without periodic evaluation, health is first checked after a fifth of the run
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def run_task(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = False) -> Outcome:
-    """Trains from the last checkpoint of the folder, or from the start, to the end of the schedule or to a signal."""
+    """Trains from the folder's last checkpoint, or from the start, until the schedule ends or a signal stops it."""
     with engine(device_of_model(task.model)) as accelerator, contextlib.ExitStack() as stack:
         main = accelerator.is_main_process
         if schedule.compile:
@@ -77,45 +77,36 @@ def run_task(task: Task, schedule: Schedule, folder: RunFolder, quiet: bool = Fa
 class _Trainer:
     def __init__(self, task: Task, schedule: Schedule, folder: RunFolder, accelerator: Any) -> None:
         self.task, self.schedule, self.folder, self.accelerator = task, schedule, folder, accelerator
-        self.sharded = self._shard() if schedule.fsdp and torch.distributed.is_initialized() else None
-        if self.sharded is not None:
+        self.rank, self.world = int(accelerator.process_index), int(accelerator.num_processes)
+        self.sharded: Sharded | None = None
+        if schedule.fsdp and torch.distributed.is_initialized():
+            if schedule.precision == "fp16":
+                raise BadInput("precision fp16 does not work with fsdp; use bf16, or leave out fsdp")
+            self.sharded = Sharded(task.model, task.optimizer)
             self.model, self.optimizer = task.model, self.sharded
         else:
             self.model, self.optimizer = accelerator.prepare(task.model, task.optimizer)
         self.forward: Any = torch.compile(self.model) if schedule.compile else self.model
         self.parameters: list[Any] = [*self.model.parameters()]  # walked once, not each step
         self.kind = device_of_model(task.model).type
-        # Gradients of fp16 are scaled so that small ones are not lost; a step whose gradients overflow is left out.
+        # fp16 gradients are scaled so that small ones do not underflow; a step whose gradients overflow is skipped.
         self.scaler = torch.amp.GradScaler(self.kind) if schedule.precision == "fp16" else None
-        against = why_not(self.kind, self.world, schedule.accumulate, schedule.precision)
-        graphed = schedule.graph and against is None
+        reason = why_not(self.kind, self.world, schedule.accumulate, schedule.precision)
+        graphed = schedule.graph and reason is None
         self.graph = Graphed(lambda batch: self._passes(iter([batch]), 0), task.model) if graphed else None
-        self.notes = (f"graph is off: {against}",) if schedule.graph and against is not None else ()
+        self.notes = (f"graph is off: {reason}",) if schedule.graph and reason is not None else ()
         self.ema = None if schedule.ema is None else EMA(task.model, schedule.ema)
         self.trackers: Trackers | None = None
         self.last_evaluations: dict[str, float] = {}
-        self.saved, self.logged = 0, False  # the step of the last checkpoint; whether a step is in the log
-        self.counted = 0  # samples since the last row of metrics
-        self.named: set[str] = set()  # warnings of broken images
+        self.saved, self.logged = 0, False  # step of the last checkpoint; whether any step is logged
+        self.samples = 0  # since the last row of metrics
+        self.reported: set[str] = set()  # texts of broken-image warnings
         self.health = _health.Watch(task, schedule, folder, accelerator.is_main_process)
-        looked = accelerator.is_main_process and self.sharded is None  # as its health is
-        self.step_sizes = StepSizes(task, schedule.steps if looked else 0, partial(folder.append, "health.jsonl"))
-
-    @property
-    def rank(self) -> int:
-        return int(self.accelerator.process_index)
-
-    @property
-    def world(self) -> int:
-        return int(self.accelerator.num_processes)
-
-    def _shard(self) -> Sharded:
-        if self.schedule.precision == "fp16":
-            raise BadInput("gradients of a sharded model are not scaled: take bf16, or leave out fsdp")
-        return Sharded(self.task.model, self.task.optimizer)
+        measured = accelerator.is_main_process and self.sharded is None
+        self.step_sizes = StepSizes(task, schedule.steps if measured else 0, partial(folder.append, "health.jsonl"))
 
     def restore(self) -> int:
-        """Puts the newest whole checkpoint into the model and the optimizer; returns its step."""
+        """Loads the newest intact checkpoint into model and optimizer; returns its step."""
         from safetensors.torch import load_file, load_model
 
         checkpoint = self.folder.last_checkpoint()
@@ -136,16 +127,17 @@ class _Trainer:
         self.saved = step
         if self.accelerator.is_main_process:
             self.folder.rewind(step)
-        self.named = {row["text"] for row in self.folder.read("warnings.jsonl") if row.get("warning") == "broken-image"}
+        logged = self.folder.read("warnings.jsonl")
+        self.reported = {row["text"] for row in logged if row.get("warning") == "broken-image"}
         for row in self.folder.read("evals.jsonl"):
             if row.get("evaluation") not in self.task.evaluations or "seed" in row:
-                continue  # of an evaluation of the checkpoint, not of the run
-            found_then = {key: value for key, value in row.items() if isinstance(value, float) or value in NOT_FINITE}
-            self.last_evaluations |= {key: float(value) for key, value in found_then.items()}
+                continue  # written by `unskip eval`, not by the run
+            numbers = {key: value for key, value in row.items() if isinstance(value, float) or value in NOT_FINITE}
+            self.last_evaluations |= {key: float(value) for key, value in numbers.items()}
         return step
 
     def go(self, start: int, stop: Stop, reporter: Reporter) -> int:
-        """Takes the steps."""
+        """Trains from step `start`; returns the step at which it ends."""
         from safetensors import SafetensorError
 
         parts = self.task.feed.iterate(start, self.schedule.steps, self.rank, self.world, self.schedule.accumulate)
@@ -154,27 +146,29 @@ class _Trainer:
 
     @contextlib.contextmanager
     def explained(self, *kinds: type[Exception]) -> Iterator[None]:
-        """An error of the disk or the data is raised with how to continue."""
+        """Raises errors of the disk or the data with how to continue."""
         try:
             yield
         except kinds as error:
-            good = f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint"
             # A new run that fails before its first logged step leaves its folder free.
             begun = self.saved or self.logged
-            then = f"continue with: {self.folder.resume_command}" if begun else "give the same command again"
+            then = f"continue with: {self.folder.resume_command}" if begun else "run the same command again"
             raise TrainingError(
-                f"{self.folder.path}: the run stops: {error}. {good}. Put that right (a full disk, files that are "
-                f"gone), and {then}"
+                f"{self.folder.path}: training stopped: {error}. {self._last_good()}. Fix the cause (a full disk, "
+                f"missing files), then {then}"
             ) from error
+
+    def _last_good(self) -> str:
+        return f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint yet"
 
     def _counted(self, parts: Iterator[Any]) -> Iterator[Any]:
         for part in parts:
-            self.counted += len(part[0]) * self.world
+            self.samples += len(part[0]) * self.world
             yield part
 
     def _steps(self, start: int, parts: Iterator[Any], stop: Stop, reporter: Reporter) -> int:
         schedule, pending = self.schedule, []
-        self.model.train()  # an evaluation leaves the modes as they were
+        self.model.train()  # evaluations restore it
         forget_peak(self.kind)
         begun = time.perf_counter()
         for step in range(start, schedule.steps):
@@ -187,38 +181,38 @@ class _Trainer:
             if done % schedule.log_every == 0 or last or stopping:
                 row = self._row(step, pending)
                 seconds = time.perf_counter() - begun
-                row |= {"samples_per_second": self.counted / seconds, "seconds": seconds, **peak_memory(self.kind)}
+                row |= {"samples_per_second": self.samples / seconds, "seconds": seconds, **peak_memory(self.kind)}
                 self._refuse_not_finite(row)
                 self._log("metrics.jsonl", row)
                 self.health.loss(done, row["loss"])
                 self.health.row(done, row)
                 reporter.show(done, row)
-                self._name_broken(done)
-                pending, self.counted, begun = [], 0, time.perf_counter()
+                self._report_broken(done)
+                pending, self.samples, begun = [], 0, time.perf_counter()
             paused = time.perf_counter()
             if last or (schedule.evaluate_every and done % schedule.evaluate_every == 0):
                 self._evaluate(done, reporter)
-            elif not schedule.evaluate_every and done == -(-schedule.steps // _FIRST_LOOK):
-                self._look(done)
+            elif not schedule.evaluate_every and done == -(-schedule.steps // _FIRST_CHECK):
+                self._check_health(done)
             if last or done % schedule.checkpoint_every == 0 or stopping:
                 self._checkpoint(done)
-            begun += time.perf_counter() - paused  # the steps before the pause are still counted
+            begun += time.perf_counter() - paused  # evaluations and checkpoints do not count as training time
             if stopping and not last:
                 reporter.say(f"stopped at step {done}; continue with: {self.folder.resume_command}")
                 return done
         return schedule.steps
 
-    def _name_broken(self, done: int) -> None:
-        """Writes the images that could not be read into the run: those of all processes, which every feed counts."""
+    def _report_broken(self, done: int) -> None:
+        """Logs unreadable images of all processes; each feed then counts them all."""
         broken: dict[int, str] = getattr(self.task.feed, "broken", {})
         if self.world > 1:
             from accelerate.utils import gather_object
 
-            for found in gather_object([broken]):
-                broken.update(found)
+            for others in gather_object([broken]):
+                broken.update(others)
         texts = {f"{text}; another image takes its place" for text in broken.values()}
-        for text in sorted(texts - self.named):
-            self.named.add(text)
+        for text in sorted(texts - self.reported):
+            self.reported.add(text)
             self.health.warn(done, "broken-image", text)
 
     def _step(self, step: int, parts: Iterator[Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -232,9 +226,9 @@ class _Trainer:
         if self.task.before_step is not None:
             self.task.before_step(step)
         if self.graph is not None:
-            # A weight that is annealed is a tensor while it moves, and a number afterwards: another graph.
-            moving = tuple(id(weight) for wiring in self.task.wirings for weight in wiring.tensors())
-            loss, numbers = self.graph(next(parts), moving, seed)
+            # An annealed shortcut weight is a tensor while it changes and a constant afterwards: a new graph.
+            annealed = tuple(id(weight) for wiring in self.task.wirings for weight in wiring.tensors())
+            loss, numbers = self.graph(next(parts), annealed, seed)
         else:
             loss, numbers = self._passes(parts, step)
         if self.scaler is not None:
@@ -250,7 +244,7 @@ class _Trainer:
             self.scaler.step(self.task.optimizer)
             self.scaler.update()
         self.step_sizes.compare(step)
-        if self.graph is None:  # a graph writes its gradients, and keeps their memory
+        if self.graph is None:  # a graph overwrites its gradients in place
             self.optimizer.zero_grad(set_to_none=True)
         if self.task.after_step is not None:
             self.task.after_step(step)
@@ -262,10 +256,10 @@ class _Trainer:
         return seed_of(self.schedule.seed, step, self.rank * self.schedule.accumulate + part)
 
     def _passes(self, parts: Iterator[Any], step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Forward and backward over a batch, in parts where gradients are accumulated."""
+        """Forward and backward over a batch, in parts under gradient accumulation."""
         count = self.schedule.accumulate
         total: Any = 0
-        seen: list[dict[str, Tensor]] = []
+        logged: list[dict[str, Tensor]] = []  # a dict for each part
         for index in range(count):
             if index:
                 torch.manual_seed(self._seed(step, index))
@@ -277,9 +271,9 @@ class _Trainer:
                 loss = loss / count
                 self.accelerator.backward(loss if self.scaler is None else self.scaler.scale(loss))
             total = loss.detach() + total
-            seen.append(numbers)
-        if len(seen) > 1:
-            numbers = {name: torch.stack([part[name].detach().float() for part in seen]).mean() for name in numbers}
+            logged.append(numbers)
+        if len(logged) > 1:
+            numbers = {name: torch.stack([part[name].detach().float() for part in logged]).mean() for name in numbers}
         return total, numbers
 
     def _autocast(self) -> Any:
@@ -287,7 +281,7 @@ class _Trainer:
         return torch.autocast(self.kind, dtype, enabled=self.schedule.precision != "float32")
 
     def _row(self, step: int, pending: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Any]:
-        """One line of metrics: means over the steps since the last one and over processes."""
+        """One row of metrics: means over the steps since the last row and over processes."""
         losses = torch.stack([loss for loss, _ in pending])
         values = {"loss": losses.mean()}
         for name in pending[-1][1]:
@@ -307,20 +301,19 @@ class _Trainer:
             self._diverged(row["step"], f"the loss is {row['loss']} at step {row['step']}")
 
     def _refuse_broken_weights(self, done: int) -> None:
-        """Checkpoints of weights that are not finite would push the last good one out."""
-        held = (local(weight.detach()) for weight in self.parameters)
-        broken = torch.stack([~weight.isfinite().all() for weight in held]).any().float()
+        """Checkpoints of non-finite weights would replace the last good one."""
+        weights = (local(weight.detach()) for weight in self.parameters)
+        broken = torch.stack([~weight.isfinite().all() for weight in weights]).any().float()
         if self.world > 1:
             broken = self.accelerator.reduce(broken, "sum")
         if broken > 0:
-            self._diverged(done, f"the weights are not finite any more at step {done}")
+            self._diverged(done, f"some weights are not finite at step {done}")
 
     def _diverged(self, done: int, text: str) -> None:
         self.health.warn(done, "non-finite-loss", text)
-        good = f"The last good checkpoint is that of step {self.saved}" if self.saved else "There is no checkpoint yet"
         raise TrainingError(
-            f"{self.folder.path}: {text}. {good}. Lower the learning rate, lengthen the warm-up or clip the gradient, "
-            "and start anew."
+            f"{self.folder.path}: {text}. {self._last_good()}. Lower the learning rate, lengthen the warm-up or clip "
+            "the gradient, and start a new run."
         )
 
     def _evaluate(self, done: int, reporter: Reporter) -> None:
@@ -328,19 +321,19 @@ class _Trainer:
         model = self.task.model
         for name, evaluation in self.task.evaluations.items():
             means = contextlib.nullcontext() if self.ema is None else self.ema.swapped_in()
-            # Of the GPUs it is the run's own: torch would wake all of them otherwise, and warn.
+            # Only the run's own GPU: by default torch initialises all of them and warns.
             gpus = [torch.cuda.current_device()] if self.kind == "cuda" else []
             with means, torch.no_grad(), evaluating(model), torch.random.fork_rng(gpus):
                 numbers = evaluation(model)
             values = checked_numbers(name, numbers)
             self.last_evaluations |= values
-            # Beside its numbers an evaluation may say how they were taken: n, split and intervals.
+            # `about`: how the numbers were measured (n, split, intervals).
             self._log("evals.jsonl", {"step": done, "evaluation": name, **values, **getattr(numbers, "about", {})})
             self.health.row(done, values)
             reporter.say(f"step {done}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
-        self._look(done)
+        self._check_health(done)
 
-    def _look(self, done: int) -> None:
+    def _check_health(self, done: int) -> None:
         if self.accelerator.is_main_process and self.sharded is None:
             self.health.look(done)
         self.accelerator.wait_for_everyone()
@@ -365,12 +358,12 @@ class _Trainer:
             write_state(folder, name, state)
 
     def _stopping(self, stop: Stop, done: int) -> bool:
-        """Whether to end here. Several processes agree on it, now and then."""
+        """Whether to stop after this step; several processes agree on it at logged steps."""
         if self.world == 1:
-            return stop.asked
+            return stop.requested
         if done % self.schedule.log_every:
             return False
-        flag = torch.tensor(float(stop.asked), device=self.accelerator.device)
+        flag = torch.tensor(float(stop.requested), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def _log(self, name: str, row: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The most memory that a run has held: of the device that trains, or of the process where that is the CPU."""
+"""The peak memory of a run: of the GPU, or of the process on other devices."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 def forget_peak(kind: str) -> None:
-    """What was held before does not count, where the system can forget it: a process does not."""
+    """Resets the peak of a GPU; that of a process cannot be reset."""
     if kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_memory(kind: str) -> dict[str, float]:
-    """{"peak_memory_gib": ...}, or nothing where the system does not report it."""
+    """{"peak_memory_gib": ...}, or {} if the system does not report it."""
     if kind == "cuda":
         return {"peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30}
     try:
         import resource
     except ImportError:  # Windows
         return {}
-    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, kibibytes on Linux
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, kibibytes on Linux
     return {"peak_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}

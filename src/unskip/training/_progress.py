@@ -1,4 +1,4 @@
-"""What somebody who waits sees: a bar with loss, rate and time left on a terminal, plain lines elsewhere."""
+"""Progress on stderr: a bar with loss, rate and time left on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Reporter:
-    """Shows the course of a run on stderr."""
+    """Shows the progress of a run on stderr."""
 
     def __init__(self, steps: int, start: int, quiet: bool) -> None:
         self.steps, self.start, self.quiet = steps, start, quiet
@@ -35,17 +35,17 @@ class Reporter:
             self.bar.stop()
 
     def show(self, done: int, row: dict[str, Any]) -> None:
-        """One logged step."""
+        """Shows a row of metrics."""
         text = f"loss {row['loss']:.4g}  lr {row['lr']:.2e}  {row['samples_per_second']:.0f}/s"
         if self.bar is not None:
             self.bar.update(self.task, completed=done, description=text)
         elif not self.quiet:
-            passed = time.perf_counter() - self.begun
-            left = passed / max(done - self.start, 1) * (self.steps - done)
+            elapsed = time.perf_counter() - self.begun
+            left = elapsed / max(done - self.start, 1) * (self.steps - done)
             self._line(f"step {done}/{self.steps}  {text}  {_span(left)} left")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line."""
         if self.bar is not None:
             self.bar.console.print(text, markup=False)
         elif not self.quiet:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, read between steps."""
+"""SIGINT and SIGTERM stop a run between two steps."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from types import FrameType
 class Stop:
     """Set by a signal, read between steps."""
 
-    asked = False
+    requested = False
 
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[Stop]:
-    """SIGINT and SIGTERM end the run after the step in hand; a second one ends it at once."""
+    """SIGINT and SIGTERM stop the run after the current step; a second signal stops it at once."""
     stop = Stop()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop.asked:
+        if stop.requested:
             raise KeyboardInterrupt
-        stop.asked = True
+        stop.requested = True
 
     before = {}
-    with contextlib.suppress(ValueError):  # not the main thread: signals are somebody else's
+    with contextlib.suppress(ValueError):  # only the main thread can set handlers
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, handle)
     try:

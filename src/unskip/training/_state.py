@@ -1,7 +1,7 @@
-"""State as plain files: tensors in safetensors, all else as JSON, checksums over both; no pickle.
+"""State as plain files: tensors in safetensors, everything else in JSON, with checksums and no pickle.
 
-A state is a tree of dicts, lists, tuples, numbers, strings and tensors, such as an optimizer's `state_dict()`. It comes
-back with the same structure and, bit for bit, the same tensors.
+A state is a tree of dicts, lists, tuples, numbers, strings and tensors, such as an optimizer's `state_dict()`. It is
+read back with the same structure and bitwise equal tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def write_state(folder: Path, name: str, state: object) -> None:
 
 
 def read_state(folder: Path, name: str, device: str | torch.device = "cpu") -> Any:
-    """What `write_state` wrote."""
+    """Reads a state written by `write_state`."""
     from safetensors.torch import load_file
 
     tensors = load_file(folder / f"{name}.safetensors", device=str(device))
@@ -42,7 +42,7 @@ def read_state(folder: Path, name: str, device: str | torch.device = "cpu") -> A
 def _pack(value: object, tensors: dict[str, Tensor]) -> object:
     if isinstance(value, Tensor):
         key = str(len(tensors))
-        # A tensor of its own: safetensors refuses memory that two of them share.
+        # A copy: safetensors refuses tensors that share memory.
         tensors[key] = value.detach().clone(memory_format=torch.contiguous_format)
         return {_TENSOR: key}
     if isinstance(value, dict):
@@ -54,7 +54,7 @@ def _pack(value: object, tensors: dict[str, Tensor]) -> object:
     if isinstance(value, list):
         return [_pack(item, tensors) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: str(value)}  # JSON has no such number
+        return {_FLOAT: str(value)}  # JSON has no nan and inf
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a {type(value).__name__} cannot be saved without pickle")
@@ -77,7 +77,7 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def seal(folder: Path) -> None:
-    """Writes the checksums of all files in and below a folder into it, and all of it to the disk."""
+    """Writes checksums of all files in a folder, and flushes everything to the disk."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     sums = {file.relative_to(folder).as_posix(): sha256(file) for file in files}
     (folder / "checksums.json").write_text(json.dumps(sums, indent=1))
@@ -87,14 +87,14 @@ def seal(folder: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """Raises LoadError where a file is missing or not what was written."""
+    """Raises LoadError if a file is missing or does not match its checksum."""
     try:
         sums = dict(json.loads((folder / "checksums.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise LoadError(f"{folder}: no checksums, so it was not written to its end") from error
+        raise LoadError(f"{folder}: no checksums, so it was not written completely") from error
     for name, expected in sums.items():
         file = folder / name
         if not file.is_file():
             raise LoadError(f"{file}: missing")
         if sha256(file) != expected:
-            raise LoadError(f"{file}: damaged, its checksum is another")
+            raise LoadError(f"{file}: damaged, its checksum does not match")

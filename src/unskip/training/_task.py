@@ -17,28 +17,28 @@ from unskip.wiring import Wiring
 Batch = Any
 Precision = Literal["float32", "bf16", "fp16"]  # of the forward under autocast; weights and optimizer stay float32
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
-Warnings = Callable[[dict[str, Any], float], Iterable[tuple[str, str]]]  # (row, fraction of the run that is done)
-Evaluation = Callable[[nn.Module], Mapping[str, float | None]]  # None: it came to no number
+Warnings = Callable[[dict[str, Any], float], Iterable[tuple[str, str]]]  # (row, finished fraction of the run)
+Evaluation = Callable[[nn.Module], Mapping[str, float | None]]  # None: no result
 
 
 class Batches(Protocol):
-    """Batches as a function of the step alone; each in so many `parts`, one after the other."""
+    """Batches that depend on the step alone; each is returned in `parts` successive parts."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one pass over the set."""
+        """Batches in one epoch."""
         ...
 
     def iterate(
         self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
     ) -> Iterator[Batch]:
-        """The batches of the steps from `start_step` up to but without `stop_step`: this process's part of each."""
+        """This process's share of the batches of steps `start_step` to `stop_step` - 1."""
         ...
 
 
 @dataclass
 class Task:
-    """One complete thing to train: a model that is initialised and rewired, its batches, loss and optimizer."""
+    """A training task: an initialised and rewired model, with its batches, loss and optimizer."""
 
     model: nn.Module
     feed: Batches
@@ -47,20 +47,20 @@ class Task:
     wirings: tuple[Wiring, ...] = ()  # of the model, or of a student and its teacher
     baseline_loss: float | None = None  # of a constant prediction, such as log(classes)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)  # called on all processes; the first one logs
-    notes: tuple[str, ...] = ()  # what a reader of the run should know, such as images that were left out
-    sample: Any = None  # a few inputs, on which the model's features and attention are checked
-    encoder: nn.Module | None = None  # the part that is checked; the whole model by default
-    before_step: Callable[[int], object] | None = None  # called with the step, such as to set a schedule
-    after_step: Callable[[int], object] | None = None  # called after the optimizer's step, such as to update a teacher
+    notes: tuple[str, ...] = ()  # for the reader of the run, such as images that were left out
+    sample: Any = None  # a few inputs for the health checks of features and attention
+    encoder: nn.Module | None = None  # the part whose health is checked; the whole model by default
+    before_step: Callable[[int], object] | None = None  # called with the step, for example to set a schedule
+    after_step: Callable[[int], object] | None = None  # called after the optimizer, for example to update a teacher
     warnings: Warnings | None = None  # names and texts of warnings about a logged row or an evaluation
     save: Callable[[nn.Module, Any], object] | None = None  # how a checkpoint stores the model; unskip.save by default
-    keep: Callable[[Any], object] | None = None  # writes into a new run folder what a resumed run needs from it
-    record: dict[str, Any] = field(default_factory=dict)  # plain data that config.json keeps beside the config
+    keep: Callable[[Any], object] | None = None  # writes what resuming needs into a new run folder
+    record: dict[str, Any] = field(default_factory=dict)  # plain data for config.json, next to the config
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how: the part of a config that every recipe has."""
+    """The settings of the training loop, the same for every recipe."""
 
     steps: int
     warmup: int = 0
@@ -69,8 +69,8 @@ class Schedule:
     accumulate: int = 1
     clip: float | None = None
     compile: bool = False
-    graph: bool = False  # replay forward and backward as a CUDA graph, on one GPU, where nothing is accumulated
-    fsdp: bool = False  # shard the weights over the processes (FSDP2), where there are several
+    graph: bool = False  # replay forward and backward as a CUDA graph, on one GPU without gradient accumulation
+    fsdp: bool = False  # shard the weights over several processes (FSDP2)
     ema: float | None = None  # decay of the exponential moving average of the weights
     log_every: int = 10
     checkpoint_every: int = 500
@@ -92,18 +92,18 @@ class Schedule:
 
 
 def checked_loss(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss function returned. Raises TrainingError where it is no scalar with numbers to log."""
+    """The result of a loss function. Raises TrainingError unless it is a scalar and a dict of tensors to log."""
     match returned:
         case (Tensor(ndim=0) as loss, dict() as numbers) if all(isinstance(each, Tensor) for each in numbers.values()):
             return loss, numbers
     raise TrainingError(
-        "loss(model, batch) must return a tensor with one number and a dict of tensors to log, such as "
-        f"(error.mean(), {{}}); it returned {reprlib.repr(returned)}"
+        "loss(model, batch) must return a scalar tensor and a dict of tensors to log, such as (error.mean(), {}); it "
+        f"returned {reprlib.repr(returned)}"
     )
 
 
 def checked_numbers(name: str, values: Any) -> dict[str, float]:
     """The numbers of an evaluation; None becomes nan, which is logged and does not end the run."""
     if not isinstance(values, Mapping):
-        raise TrainingError(f"evaluation {name}: it returned {reprlib.repr(values)}; it is a mapping of numbers")
+        raise TrainingError(f"evaluation {name} returned {reprlib.repr(values)}; return a mapping of numbers")
     return {key: math.nan if value is None else value for key, value in values.items()}

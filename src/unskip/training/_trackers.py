@@ -1,7 +1,7 @@
-"""Trackers of experiments (W&B, MLflow, TensorBoard, ...), by accelerate's interface to them.
+"""Experiment trackers (W&B, MLflow, TensorBoard, ...), through accelerate.
 
-They get a second copy of metrics.jsonl and evals.jsonl. The package of a tracker is the user's own installation, and so
-are its settings: WANDB_MODE=offline, MLFLOW_TRACKING_URI. Files that a tracker writes lie in the run's folder.
+They get a copy of metrics.jsonl and evals.jsonl. The user installs and configures a tracker: WANDB_MODE=offline,
+MLFLOW_TRACKING_URI. Files of a tracker are written to the run's folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unskip.errors import BadInput
 from unskip.training._folder import RunFolder
 
 _PROJECT = "unskip"
-_INSTALL = {"mlflow": "mlflow-skinny"}  # where the package is not called as its tracker is
+_INSTALL = {"mlflow": "mlflow-skinny"}  # if package and tracker have different names
 
 
 class Trackers:
@@ -28,45 +28,41 @@ class Trackers:
         tracking = need("accelerate.tracking")
         path = folder.path.resolve()
         options: dict[str, dict[str, Any]] = {
-            # What was written after `start` is hidden, as it will be written again.
+            # Hides the steps after `start`, which are logged again.
             "tensorboard": {"logging_dir": str(path), "purge_step": start + 1},
             "wandb": {"dir": str(path), "name": path.name, "id": _id(path), "resume": "allow"},
         }
         self.trackers = []
         for name in tracker_names(names):
             kind = tracking.LOGGER_TYPE_TO_CLASS[name]
-            given = options.get(name, {"logging_dir": str(path)} if kind.requires_logging_directory else {})
+            arguments = options.get(name, {"logging_dir": str(path)} if kind.requires_logging_directory else {})
             try:
-                tracker = kind(_PROJECT, **given)
+                tracker = kind(_PROJECT, **arguments)
                 tracker.start()
                 tracker.store_init_configuration({key: _plain(value) for key, value in folder.config.items()})
-            except Exception as error:  # each has its own: not logged in, a server that is not there
-                raise BadInput(
-                    f"tracker {name} cannot be started: {error}; leave out --tracker, or mend that"
-                ) from error
+            except Exception as error:  # trackers raise errors of many kinds: not logged in, no server
+                raise BadInput(f"tracker {name} cannot be started: {error}; fix it, or leave out --tracker") from error
             self.trackers.append(tracker)
 
     def write(self, row: dict[str, Any]) -> None:
-        """One line of a log: a number under train/NAME, or under the name of its evaluation."""
+        """Logs the numbers of a row as train/NAME or EVALUATION/NAME."""
         group = row.get("evaluation", "train")
         numbers = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
         for tracker in [*self.trackers]:
             try:
                 tracker.log({f"{group}/{name}": value for name, value in numbers.items()}, step=row["step"])
-            except Exception as error:  # a server that is gone, a full disk: the run itself goes on
+            except Exception as error:  # the server is down, the disk is full: the run continues
                 self.trackers.remove(tracker)
-                warn(
-                    f"tracker {tracker.name} gets nothing from step {row['step']} on: {error}; metrics.jsonl has it all"
-                )
+                warn(f"tracker {tracker.name} stops at step {row['step']}: {error}; metrics.jsonl has all numbers")
 
     def close(self) -> None:
         for tracker in self.trackers:
-            with contextlib.suppress(Exception):  # the run is over, and metrics.jsonl has it all
+            with contextlib.suppress(Exception):  # the run is over, and metrics.jsonl is complete
                 tracker.finish()
 
 
 def tracker_names(text: str) -> list[str]:
-    """The trackers of a text such as "wandb,tensorboard". Raises BadInput for one that is unknown or not installed."""
+    """The names in a text such as "wandb,tensorboard". Raises BadInput if one is unknown or not installed."""
     tracking = need("accelerate.tracking")
     known = [str(name) for name in tracking.LOGGER_TYPE_TO_CLASS]
     installed = [str(name) for name in tracking.get_available_trackers()]
@@ -84,7 +80,7 @@ def _plain(value: Any) -> Any:
 
 
 def _id(folder: Path) -> str:
-    """A name for the run that stays the same when it is resumed."""
+    """The run's id, which stays the same when it is resumed."""
     file = folder / "tracker-id"
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:12])
