@@ -302,7 +302,10 @@ def _tiny() -> Iterator[tuple[str, str]]:
     wide, narrow = (100 * runs("skipless-tiny", f"rate | {name} | 0.0015")[0]["val_accuracy"]
                     for name in ("wider, no skips", "narrower, residual"))  # fmt: skip
     yield "skipless-results", f"{100 * held_out['residual'] - wide:.1f} behind residual at twelve heads and 1536 units"
-    yield "skipless-results", f"{100 * held_out['no skips, paired units'] - narrow:.1f} ahead at six heads and 768 units"
+    yield (
+        "skipless-results",
+        f"{100 * held_out['no skips, paired units'] - narrow:.1f} ahead at six heads and 768 units",
+    )
     error = 100 * math.sqrt(2 * wide / 100 * (1 - wide / 100) / 10_000)
     yield "skipless-results", f"the standard error of such a difference is {error:.1f}"
     (slower,) = runs("skipless-tiny", "not evaluated | no skips, lr 0.0015 | 0")

@@ -202,7 +202,7 @@ def test_a_recipe_and_a_shortcut_of_ones_own_make_a_run_that_says_so(tmp_path: P
     assert re.search(r"--plugin \S*rules.py --plugin \S*recipe.py", err)
     code, _, err = unskip_in(tmp_path, "report", "run")
     assert code == 0
-    assert re.search(r"warning: run: not looked at: .*--plugin \S*recipe.py", err)
+    assert re.search(r"warning: run: not measured: .*--plugin \S*recipe.py", err)
     for allowed in (plugins, ["--trust"]):
         code, out, err = unskip_in(tmp_path, "audit", "run", "--json", *allowed)
         assert code == 0, err

@@ -191,9 +191,9 @@ def test_hf_errors(tmp_path: Path, dit: Path) -> None:
     assert "no config.json" in refusal(f"hf:{tmp_path}")
     assert f"diffusers:{dit}" in refusal(f"hf:{dit}")
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    assert "no JSON" in refusal(f"hf:{tmp_path}")
+    assert "not valid JSON" in refusal(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
-    assert "fields" in refusal(f"hf:{tmp_path}")
+    assert "not a mapping" in refusal(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text('{"model_type": "no such type"}', encoding="utf-8")
     assert "no such type" in refusal(f"hf:{tmp_path}")
 
@@ -401,4 +401,4 @@ def test_a_library_that_gives_no_module(monkeypatch: pytest.MonkeyPatch) -> None
     timm.is_model = lambda name: True  # type: ignore[attr-defined]
     timm.create_model = lambda name, pretrained: Tensor()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "timm", timm)
-    assert "type Tensor" in refusal("timm:x")
+    assert "returns a Tensor" in refusal("timm:x")

@@ -4,11 +4,11 @@ At every residual site l of a model you already have,
 
     x  <-  alpha_l * x  +  beta_l * f_l(x)
 
-`audit` finds the sites, `rewire` sets the weights, and the wiring it returns undoes them. `parts` shows the weights of
-every branch, `init` starts a model that has no skips, `measure` says in numbers what a shortcut does, and `train`
-carries out a recipe.
+`audit` finds the sites, `rewire` sets the weights, and the returned wiring undoes it. `parts` shows the weights of
+every branch, `init` initialises models without skips, `measure` measures the effect of a shortcut, and `train` runs a
+recipe.
 
-A name is imported at its first use: torch takes seconds, and `unskip --help` needs none of it.
+Names are imported on first use: torch takes seconds to import, and `unskip --help` does not need it.
 """
 
 from __future__ import annotations

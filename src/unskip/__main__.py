@@ -1,4 +1,4 @@
-"""`python -m unskip` is `unskip`."""
+"""`python -m unskip` runs the command `unskip`."""
 
 from unskip.cli import process
 

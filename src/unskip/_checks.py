@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns the plain value, or raises a BadInput that names the argument and what it takes."""
+"""Argument checks: each returns the plain value, or raises BadInput with the argument and its allowed values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def number(
     below: float | None = None,
     zero: bool = True,
 ) -> float:
-    """A finite number from 0 (or, with zero=False, above it) up to `high`, or up to but without `below`."""
+    """Checks for a number of at least 0 (above 0 with zero=False), at most `high`, and less than `below`."""
     try:
         result = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -41,7 +41,7 @@ def number(
 
 
 def whole(who: str, name: str, value: object, *, low: int | None = None) -> int:
-    """A whole number, `low` or more."""
+    """Checks for a whole number, at least `low`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or (low is not None and int(value) < low):
         least = "" if low is None else f", {low} or more"
         raise BadInput(f"{who}: {name} must be a whole number{least}, got {reprlib.repr(value)}")
@@ -49,7 +49,7 @@ def whole(who: str, name: str, value: object, *, low: int | None = None) -> int:
 
 
 def choice(who: str, name: str, value: object, allowed: Iterable[str]) -> str:
-    """One of the allowed words."""
+    """Checks for one of the allowed words."""
     names = tuple(allowed)
     if not isinstance(value, str) or value not in names:
         near = nearest(str(value), names)
@@ -58,17 +58,17 @@ def choice(who: str, name: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What was given, for a message: dtype and shape of a tensor, or the name of a type."""
+    """A value described in a message: dtype and shape of a tensor, or the name of its type."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def finite(who: str, name: str, x: Tensor) -> None:
-    """Raise if x holds NaN or infinity, with how many and where the first one is."""
-    good = torch.isfinite(x)
-    if not bool(good.all()):
-        wrong = (~good).nonzero()
+    """Raises BadInput if x has NaN or infinite entries, with their number and the index of the first."""
+    is_finite = torch.isfinite(x)
+    if not bool(is_finite.all()):
+        wrong = (~is_finite).nonzero()
         first = tuple(wrong[0].tolist())
         raise BadInput(
-            f"{who}: {name} holds {len(wrong)} non-finite of {x.numel()} entries, the first {float(x[first])} at "
-            f"{first}; find the layer that makes them, or leave these samples out"
+            f"{who}: {name} has {len(wrong)} non-finite of {x.numel()} entries, the first {float(x[first])} at "
+            f"{first}; find the layer that causes them, or exclude these samples"
         )

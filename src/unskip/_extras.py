@@ -1,4 +1,4 @@
-"""Optional dependencies, imported where they are used: `timm = need("timm")`."""
+"""Optional dependencies, imported on use: `timm = need("timm")`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from unskip.errors import MissingPackage
 
-EXTRAS = {  # the packages of each extra of pyproject.toml, by the name they are imported under
+EXTRAS = {  # the packages of each extra of pyproject.toml, by import name
     "train": ("accelerate", "timm", "torchvision", "PIL", "pyarrow", "tyro", "rich"),
     "report": ("matplotlib",),
     "hf": ("transformers", "datasets", "diffusers", "huggingface_hub"),
@@ -21,7 +21,7 @@ def need(module: str) -> Any:
         import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
-            raise  # it is there, and lacks something itself
+            raise  # the package is installed, but one of its own imports is missing
         extra = next(extra for extra, packages in EXTRAS.items() if package in packages)
         raise MissingPackage(f"{package} is not installed: pip install 'unskip[{extra}]'") from error
     return import_module(module)

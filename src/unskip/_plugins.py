@@ -1,7 +1,7 @@
-"""Plugins: Python files and modules that register shortcuts, evaluators or recipes of one's own.
+"""Plugins: Python files and modules that register shortcuts, evaluators or recipes.
 
-The command line loads what `--plugin` names and what installed packages announce under the entry-point group `unskip`.
-A run records the plugins it was made with; opening it imports none of them unless it is told to.
+The command line loads the plugins of `--plugin` and of installed packages with the entry-point group `unskip`. A run
+records its plugins; opening it imports none of them unless `trust` is set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOADED: dict[str, None] = {}
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Imports plugins, each a path to a Python file or the name of a module. One that is loaded stays as it is."""
+    """Imports plugins, each a path to a Python file or the name of a module. Loaded ones are not imported again."""
     for given in names:
         is_file = given.endswith(".py")
         name = str(Path(given).expanduser().resolve()) if is_file else given
@@ -33,14 +33,15 @@ def load_plugins(names: Iterable[str]) -> None:
             else:
                 import_module(name)
         except Exception as error:
-            said = str(error) if isinstance(error, UnskipError) else f"{type(error).__name__}: {error}"
-            there = Path(name).is_file() if is_file else getattr(error, "name", None) != given
-            raise BadInput(f"plugin {given}: {said}{'' if there else '; give a Python file or a module'}") from error
+            message = str(error) if isinstance(error, UnskipError) else f"{type(error).__name__}: {error}"
+            exists = Path(name).is_file() if is_file else getattr(error, "name", None) != given
+            hint = "" if exists else "; give a Python file or a module"
+            raise BadInput(f"plugin {given}: {message}{hint}") from error
         _LOADED[name] = None
 
 
 def load_installed() -> None:
-    """Imports the plugins of installed packages; one that fails is a warning."""
+    """Imports the plugins of installed packages; warns if one fails."""
     for entry in entry_points(group="unskip"):
         try:
             load_plugins([entry.module])
@@ -49,15 +50,15 @@ def load_installed() -> None:
 
 
 def loaded_plugins() -> list[str]:
-    """The plugins that are loaded: absolute paths of files, names of modules."""
+    """The loaded plugins: absolute paths of files, names of modules."""
     return list(_LOADED)
 
 
 @contextmanager
 def with_plugins(names: Iterable[str], trust: bool = False) -> Iterator[None]:
-    """Surrounds the opening of what was made with these plugins.
+    """A context for opening a run or folder that was made with these plugins.
 
-    With `trust` they are imported first. Without it none is, and an error names those that are missing.
+    With `trust` they are imported first. Otherwise none is imported, and errors name the missing ones.
     """
     missing = [name for name in names if not _is_loaded(name)]
     gone = [name for name in missing if name.endswith(".py") and not Path(name).is_file()]
@@ -70,17 +71,17 @@ def with_plugins(names: Iterable[str], trust: bool = False) -> Iterator[None]:
         if not missing:
             raise
         options = " ".join(f"--plugin {name}" for name in missing)
-        moved = f" ({', '.join(gone)}: no such file any more; give the new path)" if gone else ""
+        moved = f" ({', '.join(gone)}: no such file; give its new path)" if gone else ""
         raise BadInput(
-            f"{error}. It was made with plugins that are not loaded: give {options}{moved}; in Python, import them "
+            f"{error}. It was made with plugins that are not loaded: use {options}{moved}; in Python, import them "
             "first or pass trust=True"
         ) from error
 
 
 def plugin_of(module: str) -> list[str]:
-    """The name under which a run records the module that defines a recipe or a rule: a package's name, or its file.
+    """The plugin name of a module that defines a recipe or a rule: a package's module name, or a file's path.
 
-    Nothing for a module of unskip, or for a script, which would run again.
+    Empty for a module of unskip, and for a script, because importing would run it again.
     """
     if module.partition(".")[0] in ("unskip", "__main__"):
         return []

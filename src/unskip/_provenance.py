@@ -1,4 +1,4 @@
-"""What a written file is checked against later: checksums, and the versions of the libraries that made it."""
+"""Provenance of written files: checksums and library versions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file."""
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def versions_of(libraries: Iterable[str]) -> dict[str, str]:
-    """The version of each library that is installed; unskip itself may be read from its sources, and has none then."""
+    """The versions of the installed libraries; unskip has none if it runs from its sources."""
     versions = {}
     for name in libraries:
         try:

@@ -1,8 +1,7 @@
-"""The source of a running function: its syntax tree, the expression at a position, and a check that the two belong
-together.
+"""The source of a running function: its syntax tree, and the expression at a position.
 
 Source on disk may have changed since the import, or an import hook may have rewritten it. So the tree is compiled again
-and its bytecode compared with the code that runs; only then is a position in it to be trusted.
+and its bytecode compared with the running code before positions in it are used.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from typing import Any
 
 from unskip.errors import SourceError
 
-# Line, end line, column, end column. Lines count from the function's first, so that a function that moved in its file
-# is still the same; columns count UTF-8 bytes, as in ast.
+# Line, end line, column, end column. Lines count from the function's first line, so moving a function in its file does
+# not change them; columns count UTF-8 bytes, as in ast.
 Position = tuple[int, int, int, int]
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-_DECORATORS = 6  # around a function: more are not followed
+_DECORATORS = 6  # most decorators of a function that are followed
 _FUTURE = functools.reduce(
     lambda a, b: a | b, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
@@ -34,9 +33,9 @@ _FUTURE = functools.reduce(
 
 @dataclass(frozen=True, eq=False)
 class FunctionSource:
-    """A function's syntax tree, the class it stands in (which mangles private names), and a digest of its text.
+    """A function's syntax tree, its class (which mangles private names), and a digest of its text.
 
-    The module's imports belong to it: the compiler emits other bytecode for a method call on an imported name.
+    It includes the module's imports, because the bytecode of a method call depends on whether the name is imported.
     """
 
     node: FunctionNode
@@ -52,11 +51,11 @@ def function_source(code: CodeType) -> FunctionSource:
 
 
 @functools.lru_cache(maxsize=256)
-def _function_source(code: CodeType, filename: str) -> FunctionSource:  # equal code in two files is equal to a cache
+def _function_source(code: CodeType, filename: str) -> FunctionSource:  # code objects of two files may be equal
     lines = linecache.getlines(filename)
     where = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
     if not lines:
-        raise SourceError(f"{where}: its source cannot be had. Define the class in a file or a notebook cell.")
+        raise SourceError(f"{where}: its source is not available. Define the class in a file or a notebook cell.")
     tree = _parse(code.co_filename, "".join(lines))
     for node, class_name in _functions(tree):
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -75,7 +74,7 @@ def _parse(filename: str, text: str) -> ast.Module:
     try:
         return ast.parse(text, filename)
     except SyntaxError as error:
-        raise SourceError(f"{filename}: its source does not parse: {error}") from error
+        raise SourceError(f"{filename}: its source cannot be parsed: {error}") from error
 
 
 def _functions(tree: ast.AST, class_name: str | None = None) -> Iterator[tuple[FunctionNode, str | None]]:
@@ -86,7 +85,7 @@ def _functions(tree: ast.AST, class_name: str | None = None) -> Iterator[tuple[F
 
 
 def _imports(tree: ast.AST) -> Iterator[ast.stmt]:
-    """The imports that bind names of the module, also those inside its if and try statements."""
+    """The imports at module level, including those inside if and try statements."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.Import) or (isinstance(child, ast.ImportFrom) and child.module != "__future__"):
             yield child
@@ -95,32 +94,32 @@ def _imports(tree: ast.AST) -> Iterator[ast.stmt]:
 
 
 def expression_at(source: FunctionSource, position: Position) -> ast.AST | None:
-    """The binary operation, augmented assignment or call that stands at a position."""
+    """The binary operation, augmented assignment or call at a position."""
     nodes = (node for node in ast.walk(source.node) if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call))
     return next((node for node in nodes if position_of(node, source.node) == position), None)
 
 
 @functools.lru_cache(maxsize=1024)
 def loop_targets(source: FunctionSource, position: Position) -> frozenset[str] | None:
-    """The variables of the loops and comprehensions around the expression at a position; None outside of any."""
+    """The variables of the loops and comprehensions around the expression at a position; None outside any loop."""
     targets: set[str] | None = None
     for outer in ast.walk(source.node):
         inside: list[ast.AST] = []
-        made: list[ast.expr] = []
+        bound: list[ast.expr] = []
         if isinstance(outer, ast.For | ast.AsyncFor | ast.While):
-            inside, made = [*outer.body], [] if isinstance(outer, ast.While) else [outer.target]
+            inside, bound = [*outer.body], [] if isinstance(outer, ast.While) else [outer.target]
         elif isinstance(outer, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-            inside, made = [outer], [each.target for each in outer.generators]
+            inside, bound = [outer], [generator.target for generator in outer.generators]
         nodes = (node for part in inside for node in ast.walk(part))
         calls = (node for node in nodes if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call))
         if any(position_of(node, source.node) == position for node in calls):
-            names = (node.id for target in made for node in ast.walk(target) if isinstance(node, ast.Name))
+            names = (node.id for target in bound for node in ast.walk(target) if isinstance(node, ast.Name))
             targets = {*(targets or ()), *names}
     return None if targets is None else frozenset(targets)
 
 
 def position_of(node: ast.BinOp | ast.AugAssign | ast.Call, function: FunctionNode) -> Position:
-    """Where an expression stands in its function."""
+    """The position of an expression in its function."""
     first = function.lineno
     return node.lineno - first, (node.end_lineno or 0) - first, node.col_offset, node.end_col_offset or 0
 
@@ -128,8 +127,8 @@ def position_of(node: ast.BinOp | ast.AugAssign | ast.Call, function: FunctionNo
 def compile_function(
     source: FunctionSource, node: FunctionNode, like: CodeType, names: tuple[str, ...] = ()
 ) -> CodeType:
-    """Compiles a function's tree into code that fits where `like` ran: same class for private names and super(), same
-    free variables, same __future__ flags; `names` become further free variables.
+    """Compiles a function's tree into code that can replace `like`: with the same class for private names and super(),
+    free variables and __future__ flags; `names` become additional free variables.
     """
     node = copy.copy(node)
     node.decorator_list = []
@@ -182,7 +181,7 @@ def layers(function: object, depth: int = _DECORATORS) -> Iterator[FunctionType]
 
 
 def names_of(owner: type, code: CodeType) -> list[str]:
-    """The attributes of a class that run a code object when looked up on it (not those that a subclass overrides)."""
+    """The attributes of a class that run a code object (without those that a subclass overrides)."""
     names = [code.co_name, *(name for base in owner.__mro__ for name in vars(base))]
     matching = []
     for name in dict.fromkeys(names):
@@ -190,14 +189,14 @@ def names_of(owner: type, code: CodeType) -> list[str]:
         if isinstance(value, FunctionType) and any(layer.__code__ is code for layer in layers(value)):
             matching.append(name)
             if name == code.co_name:
-                break  # the ordinary case; a second name for the same method would be looked up by that name
+                break  # the usual case; other names of the same method are not needed
     return matching
 
 
 def function_named(module: str, qualname: str, code: CodeType | None = None) -> FunctionType:
-    """The function of a name, as other code finds it: with its decorators. Raises SourceError.
+    """The function of a name, with its decorators. Raises SourceError.
 
-    The name may come from a saved folder, so that nothing is imported for it: a model's modules are imported with it.
+    Imports nothing, because the name may come from a saved folder; a model's modules are imported with the model.
     """
     try:
         value: Any = sys.modules[module]

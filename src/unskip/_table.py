@@ -1,4 +1,4 @@
-"""Plain text tables: columns padded to their widest cell, numbers to the right."""
+"""Plain text tables: columns padded to their widest cell, numbers right-aligned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table as text; None is an empty cell, floats are shortened."""
+    """A table as text; None is an empty cell, floats have four digits."""
     cells = [list(header), *([cell(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     right = [bool(rows) and all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(header))]

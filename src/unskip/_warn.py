@@ -1,4 +1,4 @@
-"""Warnings that name the user's line."""
+"""Warnings that point to the user's line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from unskip.errors import UnskipWarning
 
 
 def warn(message: str) -> None:
-    """Warns at the line that called unskip, however deep in it we are."""
-    # A with statement enters through contextlib.
+    """Warns at the line that called unskip."""
+    # Frames of contextlib are between ours for context managers.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("unskip.", "contextlib")):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""Words for messages."""
+"""Parts of messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """The end of a message: the names that a misspelt word comes near to."""
+    """A hint for the end of a message: the names closest to a misspelt word."""
     close = get_close_matches(word.lower(), list(names))
     return f"; nearest: {', '.join(close)}" if close else ""
 

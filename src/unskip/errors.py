@@ -1,8 +1,8 @@
-"""What unskip raises. Catch `UnskipError` for all of it; each message names the module path and the next step."""
+"""The exceptions of unskip. `UnskipError` is the base of all; messages name the module path and the next step."""
 
 
 class UnskipError(Exception):
-    """Base of every error that unskip raises on purpose."""
+    """Base class of all errors that unskip raises."""
 
 
 class BadInput(UnskipError, ValueError):
@@ -10,7 +10,7 @@ class BadInput(UnskipError, ValueError):
 
 
 class NoResidualError(UnskipError):
-    """The model has no residual addition to work on."""
+    """The model has no residual addition."""
 
 
 class ForwardError(UnskipError):
@@ -18,7 +18,7 @@ class ForwardError(UnskipError):
 
 
 class SourceError(UnskipError):
-    """The source of a forward cannot be had, or does not match the code that runs."""
+    """The source of a forward is not available, or does not match the running code."""
 
 
 class RewireError(UnskipError):
@@ -26,7 +26,7 @@ class RewireError(UnskipError):
 
 
 class WrappedError(UnskipError):
-    """The model is already compiled, hooked or wrapped; it has to be rewired first."""
+    """The model is already compiled, hooked or wrapped; rewire it first."""
 
 
 class LoadError(UnskipError):
@@ -38,12 +38,12 @@ class InitError(UnskipError):
 
 
 class MissingPackage(UnskipError, ImportError):
-    """An optional package that is not installed."""
+    """An optional package is not installed."""
 
 
 class TrainingError(UnskipError):
-    """A run that cannot go on; its last checkpoint is whole."""
+    """A run cannot continue; its last checkpoint is complete."""
 
 
 class UnskipWarning(UserWarning):
-    """Something that works as asked but may not do what was meant."""
+    """Something works as requested but may not be what was intended."""

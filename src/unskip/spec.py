@@ -1,8 +1,8 @@
-"""Builds a model from the text that names it on the command line:
+"""Builds a model from its name on the command line:
 
     timm:vit_base_patch16_224    torchvision:vit_b_16    hf:NAME-or-FOLDER    diffusers:FOLDER    file.py:FUNCTION
 
-Whatever is wrong with the text, or with what it names, is a `BadInput` of one line.
+Any problem with the name or the model raises `BadInput` with a message of one line.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from unskip._extras import need
 from unskip._words import nearest
 from unskip.errors import BadInput, UnskipError
 
-# How a model is named.
+# The forms of a model's name.
 FORMS = "timm:NAME, torchvision:NAME, hf:NAME-or-FOLDER, diffusers:FOLDER or file.py:FUNCTION"
-# Above this many parameters a light build has shapes only. With values, building and tracing a ViT-B takes seconds on
-# two cores, a ViT-g more memory than 20 GiB: a trace keeps every activation.
+# A light build with more parameters than this has only shapes. With values, building and tracing a ViT-B takes seconds
+# on two cores, and a ViT-g more than 20 GiB, because a trace keeps every activation.
 LARGE = 100_000_000
 
 _LIBRARY_FORMS = ("timm", "torchvision", "hf", "diffusers")
 _Maker = Callable[..., nn.Module]  # (name, pretrained, **kwargs)
-# Arguments of makers that name files or fetch them.
-_READING = frozenset(
+# Arguments that make a library read or download files.
+_FILE_ARGUMENTS = frozenset(
     "cache_dir checkpoint_path gguf_file pretrained pretrained_cfg pretrained_cfg_overlay weights".split()
 )
 
 
 def build(spec: str, pretrained: bool = False, light: bool = False, **kwargs: Any) -> nn.Module:
-    """The model that a spec names, with random weights unless pretrained ones are asked for; `kwargs` go to its maker.
+    """Builds the model of a spec, with random weights unless `pretrained`; `kwargs` go to the function that builds it.
 
-    With `light`, a model of a library with more than 100 million parameters stays on the meta device, without values.
+    With `light`, a library's model of more than 100 million parameters stays on the meta device, without values.
     """
     make = _maker(spec)
     if light and not pretrained and make is not _from_file:
         model = _shapes(make, spec, kwargs)
         if model is not None and sum(p.numel() for p in model.parameters()) > LARGE:
             return model
-    return _made(make, spec, pretrained, kwargs)
+    return _build(make, spec, pretrained, kwargs)
 
 
 def is_file(spec: str) -> bool:
-    """Whether a spec names a function of a Python file, which building it runs."""
+    """Whether a spec names a function of a Python file, so that building runs the file."""
     return spec.partition(":")[0] not in _LIBRARY_FORMS and spec.rpartition(":")[0].endswith(".py")
 
 
 def reading(settings: Any, arguments: bool = False) -> Iterator[str]:
-    """The settings that make a library read or fetch files: in arguments of a maker, or in those that a configuration
-    holds for one, such as `model_args` for timm.
+    """The settings that make a library read or download files, among arguments, or among arguments inside a config such
+    as timm's `model_args`.
     """
     if isinstance(settings, dict):
         for key, value in settings.items():
-            if arguments and key in _READING:
+            if arguments and key in _FILE_ARGUMENTS:
                 yield key
             yield from reading(value, arguments or str(key).endswith("args"))
     elif isinstance(settings, list):
@@ -79,7 +79,7 @@ def reading(settings: Any, arguments: bool = False) -> Iterator[str]:
 
 
 def kernels(settings: Any, named: bool = False) -> list[str]:
-    """The kernels of the hub that settings, or parts of them, name as implementations of attention or experts."""
+    """The hub kernels that settings name, at any depth, as implementations of attention or experts."""
     if isinstance(settings, dict):
         ends = ("_implementation", "_implementation_internal")
         return [k for key, value in settings.items() for k in kernels(value, named or str(key).endswith(ends))]
@@ -89,15 +89,15 @@ def kernels(settings: Any, named: bool = False) -> list[str]:
 
 
 def _shapes(make: _Maker, spec: str, kwargs: dict[str, Any]) -> nn.Module | None:
-    """The model without values; None where its constructor needs them."""
+    """The model without values; None if its constructor needs them."""
     try:
         with torch.device("meta"):
-            return _made(make, spec, False, kwargs)
+            return _build(make, spec, False, kwargs)
     except BadInput:
         return None
 
 
-def _made(make: _Maker, spec: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+def _build(make: _Maker, spec: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     name = spec if make is _from_file else spec.partition(":")[2]
     try:
         return make(name, pretrained, **kwargs)
@@ -105,7 +105,7 @@ def _made(make: _Maker, spec: str, pretrained: bool, kwargs: dict[str, Any]) -> 
         raise BadInput(f"{spec}: {error}") from error
     except MemoryError:
         raise
-    except Exception as error:  # of a library, about a name or a config that it cannot use
+    except Exception as error:  # raised by a library for an unusable name or config
         raise BadInput(f"{spec}: {type(error).__name__}: {_line(error)}") from error
 
 
@@ -119,14 +119,14 @@ def _maker(spec: str) -> _Maker:
     head, colon, rest = spec.partition(":")
     if colon and head in makers:
         if not rest:
-            raise BadInput(f"{spec!r} names no model; write {FORMS}")
+            raise BadInput(f"{spec!r} has no model name; write {FORMS}")
         return makers[head]
     if spec.endswith(".py"):
         raise BadInput(f"{spec}: write {spec}:FUNCTION, with a function of the file that returns the model")
     if is_file(spec):
         return _from_file
     if Path(spec).is_dir():
-        raise BadInput(f"{spec} is a folder, and does not say of what; write {FORMS}")
+        raise BadInput(f"{spec} is a folder of unknown kind; write {FORMS}")
     raise BadInput(f"{spec!r} is not a model{nearest(head, makers) if colon else _library_of(spec)}; write {FORMS}")
 
 
@@ -135,8 +135,8 @@ def _maker(spec: str) -> _Maker:
 
 def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     timm = need("timm")
-    base = name.partition(".")[0]  # what follows the dot is a tag of pretrained weights
-    on_hub = name.startswith("hf-hub:")  # the hub has the name and arguments too, not only weights
+    base = name.partition(".")[0]  # the rest is a tag of pretrained weights
+    on_hub = name.startswith("hf-hub:")  # name and arguments are on the hub too
     if not on_hub and not timm.is_model(base):
         raise BadInput(f"timm has no model of this name{nearest(base, timm.list_models())}")
     if (width := kwargs.pop("attn_head_dim", None)) is not None:
@@ -146,7 +146,7 @@ def _from_timm(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
 
 
 def _attention_of(head_dim: int) -> type[nn.Module]:
-    """timm's attention with heads of this width, for which its ViTs have no argument."""
+    """timm's attention with another head width, for which its ViTs have no argument."""
     from timm.layers.attention import Attention
 
     class WideAttention(Attention):
@@ -178,16 +178,16 @@ def _from_hf(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
         name = str(folder)
     elif name.startswith(("/", ".", "~")):
         raise BadInput("there is no such folder")
-    options = {"trust_remote_code": False}  # else it would stop and ask
+    options = {"trust_remote_code": False}  # otherwise it may prompt the user
     with hub(needed=not folder.is_dir()):
         settings, _ = transformers.PreTrainedConfig.get_config_dict(name, **kwargs)
-        foreign = [*kernels(settings), *reading(settings)]
-        if foreign:
-            raise BadInput(f"its config.json names {foreign[0]}, which would be fetched or read; build it yourself")
+        external = [*kernels(settings), *reading(settings)]
+        if external:
+            raise BadInput(f"its config.json names {external[0]}, which would be downloaded or read; build it yourself")
         if pretrained:
             return _module(transformers.AutoModel.from_pretrained(name, **options, **kwargs))
         config = transformers.AutoConfig.from_pretrained(name, **options, **kwargs)
-        # The precision of the checkpoint says nothing about the model, and not every CPU has it.
+        # Not the precision of the checkpoint, which not every CPU supports.
         return _module(transformers.AutoModel.from_config(config, dtype=torch.float32, **options))
 
 
@@ -198,14 +198,14 @@ def _from_diffusers(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
         raise BadInput("there is no such folder")
     if (folder / "model_index.json").is_file():
         parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
-        each = " or ".join(f"diffusers:{name.rstrip('/')}/{part}" for part in parts)
+        choices = " or ".join(f"diffusers:{name.rstrip('/')}/{part}" for part in parts)
         raise BadInput(
-            f"the folder is a whole pipeline; name one of its models, {each or 'a folder with a config.json'}"
+            f"the folder is a whole pipeline; name one of its models, {choices or 'a folder with a config.json'}"
         )
     config = _config(folder)
     cls = getattr(diffusers, str(config.get("_class_name")), None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise BadInput(f"its config.json has _class_name {config.get('_class_name')!r}, which is no model of diffusers")
+        raise BadInput(f"its config.json has _class_name {config.get('_class_name')!r}, not a model of diffusers")
     loader: Any = cls
     return _module(loader.from_pretrained(folder, **kwargs) if pretrained else loader.from_config(config, **kwargs))
 
@@ -216,15 +216,15 @@ def _config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise BadInput("the folder has no config.json") from None
     except ValueError as error:
-        raise BadInput(f"its config.json is no JSON: {error}") from error
+        raise BadInput(f"its config.json is not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise BadInput("its config.json does not hold the fields of a config")
+        raise BadInput("its config.json is not a mapping")
     return config
 
 
 @contextlib.contextmanager
 def hub(needed: bool) -> Iterator[None]:
-    """Without a way to the hub, only its cache is asked; else it would be tried for most of a minute, aloud."""
+    """Uses only the hub's cache if the hub cannot be reached, which avoids a minute of retries and their messages."""
     if not needed or _reaches_hub():
         yield
         return
@@ -244,7 +244,7 @@ def _reaches_hub() -> bool:
     if constants.HF_HUB_OFFLINE:
         return False
     if urllib.request.getproxies():
-        return True  # only the proxy knows
+        return True  # only the proxy can tell
     address = urllib.parse.urlsplit(constants.ENDPOINT)
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
@@ -258,7 +258,7 @@ def _reaches_hub() -> bool:
 
 
 def import_file(path: str | Path) -> ModuleType:
-    """A Python file as a module. Raises BadInput in one line, whatever is wrong with the file."""
+    """Imports a Python file. Raises BadInput with a message of one line if that fails."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise BadInput("there is no such file")
@@ -284,7 +284,7 @@ def _from_file(spec: str, pretrained: bool, **kwargs: Any) -> nn.Module:
 
 
 def _import_name(file: Path) -> tuple[str, Path]:
-    """The name a file is imported by, with the packages it lies in, and the folder to put on the path for it."""
+    """The module name of a file, including its packages, and the folder that has to be on the path."""
     parts, folder = [file.stem], file.parent
     while (folder / "__init__.py").is_file():
         parts.insert(0, folder.name)
@@ -298,7 +298,7 @@ def _other_name(file: Path) -> str:
 
 
 def own_name(module: str) -> str:
-    """The name of a module, also where its file had to be imported by another because the name was taken."""
+    """The name of a module, even if its file was imported under another because the name was taken."""
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None or module != _other_name(file := Path(path).resolve()):
         return module
@@ -307,7 +307,7 @@ def own_name(module: str) -> str:
 
 @contextlib.contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
-    """As for a script, the folder comes first, so that the file finds its neighbours."""
+    """Puts the folder first on the path, as for a script, so that the file can import its neighbours."""
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
@@ -318,13 +318,13 @@ def _on_path(folder: Path) -> Iterator[None]:
 
 
 def _import(file: Path, name: str) -> ModuleType:
-    """The file as a module in sys.modules: its classes have source there, and can be pickled."""
+    """Imports the file into sys.modules, so that its classes have source and can be pickled."""
     try:
         module_spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         module_spec = None
     if module_spec is None or module_spec.origin is None or Path(module_spec.origin).resolve() != file:
-        # The name belongs to something else, such as a model.py that another folder gave.
+        # The name is taken by another module, such as a model.py of another folder.
         name = _other_name(file)
         module_spec = importlib.util.spec_from_file_location(name, file)
     if name in sys.modules:
@@ -342,7 +342,7 @@ def _import(file: Path, name: str) -> ModuleType:
 
 
 def _run(file: Path, what: str, function: Callable[[], Any]) -> Any:
-    """Runs code of the user's; what it raises is told in one line, with the line of the file."""
+    """Runs user code; its errors become one line, with the line number in the file."""
     try:
         return function()
     except (Exception, SystemExit) as error:
@@ -358,7 +358,7 @@ def _run(file: Path, what: str, function: Callable[[], Any]) -> Any:
 
 def _module(value: object) -> nn.Module:
     if not isinstance(value, nn.Module):
-        raise BadInput(f"it gives something of type {type(value).__name__}, not a torch.nn.Module")
+        raise BadInput(f"it returns a {type(value).__name__}, not a torch.nn.Module")
     return value
 
 
@@ -367,7 +367,7 @@ def _all(names: list[str]) -> str:
 
 
 def _library_of(name: str) -> str:
-    """A hint for a bare name that a library knows."""
+    """A hint for the name of a library's model without its prefix."""
     with contextlib.suppress(BadInput):
         if need("timm").is_model(name):
             return f"; perhaps timm:{name}"
@@ -377,5 +377,5 @@ def _library_of(name: str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """The message on one line; the first paragraph is enough of a long one."""
+    """The first paragraph of the message, on one line."""
     return " ".join(str(error).strip().split("\n\n")[0].split())

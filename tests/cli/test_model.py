@@ -119,7 +119,7 @@ def test_a_run_needs_no_data_to_be_looked_into(run: Any, tmp_path: Path, monkeyp
 def test_folders_that_are_no_models(run: Any, tmp_path: Path, saved: Path) -> None:
     code, _, err = run("audit", str(tmp_path))
     assert code == 2
-    assert "is a folder, and does not say of what" in err
+    assert "is a folder of unknown kind" in err
     code, _, err = run("measure", str(saved), "--random")
     assert code == 2
     assert "--random is for a model that is named" in err

@@ -45,7 +45,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         (d.LowRank, X, NoResidualError, "LowRank: no residual additions"),
         (d.Subtraction, X, NoResidualError, r"no residual addition .*minus sign"),
         (h.PreNorm, torch.randn(2, 5, 3), ForwardError, "PreNorm: .* failed .*Pass example="),
-        (h.PreNorm, None, BadInput, "PreNorm .* Pass example="),
+        (h.PreNorm, None, BadInput, "PreNorm: .* Pass example="),
         (h.PreNorm, 3, BadInput, "example is a int"),
         (d.BuiltinSum, X, RewireError, r"\(model\) \[mlp\] \(doubtful.py:\d+\).*sum.*where="),
         (d.SometimesResidual, X, RewireError, r"1 of its 3 runs"),
@@ -127,7 +127,7 @@ def test_a_class_without_source_is_refused() -> None:
     exec(compile(text, "<typed in>", "exec"), space)
     model = space["Hidden"]()  # type: ignore[operator]
     assert len(unskip.audit(model, X)) == 1
-    with untouched(model), pytest.raises(RewireError, match=r"Hidden\.forward .*source cannot be had"):
+    with untouched(model), pytest.raises(RewireError, match=r"Hidden\.forward .*source is not available"):
         unskip.rewire(model, Cut(), X)
 
 
@@ -208,7 +208,7 @@ def test_a_fault_while_weights_are_set_takes_the_wiring_out(monkeypatch: pytest.
 )
 def test_wrapped_models_are_refused_with_the_order_to_use(wrap: Callable[[nn.Module], nn.Module], message: str) -> None:
     model = wrap(h.PreNorm())
-    for example in (X, None):  # without one, too: it is the wrapper that does not say what it takes
+    for example in (X, None):  # None: no inputs can be inferred from the wrapper
         with untouched(model), pytest.raises(WrappedError, match=message):
             unskip.rewire(model, Cut(), example)
 
@@ -219,9 +219,9 @@ def test_a_rewired_model_in_a_wrapper_is_told_where_it_is(tmp_path: Path) -> Non
     for wrapped, message in (
         (
             torch.compile(model, backend="eager"),
-            r"is a rewired model in torch\.compile\. Take the one inside: \._orig_mod",
+            r"is a rewired model in torch\.compile\. Pass the model inside: \._orig_mod",
         ),
-        (nn.DataParallel(model), r"is a rewired model in DataParallel\. Take the one inside: \.module"),
+        (nn.DataParallel(model), r"is a rewired model in DataParallel\. Pass the model inside: \.module"),
     ):
         with pytest.raises(WrappedError, match=message):
             unskip.save(cast(nn.Module, wrapped), tmp_path / "x")
@@ -232,7 +232,7 @@ def test_a_rewired_model_in_a_wrapper_is_told_where_it_is(tmp_path: Path) -> Non
 def test_a_rewired_model_without_an_example_is_asked_for_one() -> None:
     model = h.PreNorm()
     unskip.rewire(model, Cut(), X)
-    with pytest.raises(BadInput, match="not say what it takes"):
+    with pytest.raises(BadInput, match="inputs cannot be inferred"):
         unskip.measure(model)
 
 

@@ -54,7 +54,7 @@ def test_depth(groups: list[Group]) -> None:
     chart = charts.over_depth(groups, "knn20")
     assert (chart.lines[0].x, chart.lines[0].y) == ((0.0, 1.0), (0.2, pytest.approx(0.45)))
     assert len(chart.lines) == 1
-    assert charts.over_depth(groups, "rank").missing.startswith("no run was evaluated")
+    assert charts.over_depth(groups, "rank").missing.startswith("no run has this evaluation")
     assert chart.note.endswith(": b.")
 
 
@@ -79,7 +79,7 @@ def test_newest_values_are_of_the_last_block_that_was_evaluated_so(tmp_path: Pat
 def test_lines_that_hide_one_another_are_named(tmp_path: Path) -> None:
     for name, losses in {"a": (1.0, 2.0), "b": (1.0, 2.0, 3.0), "c": (1.0, 2.5)}.items():
         folder(tmp_path / name, losses=losses, shortcut=name)
-    assert charts.over_steps(read_groups([tmp_path]), "loss").note.endswith("equal: a and b.")
+    assert charts.over_steps(read_groups([tmp_path]), "loss").note.endswith("on one line: a and b.")
 
 
 def test_a_number_that_some_blocks_lack(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_other_ways_have_other_names(tmp_path: Path) -> None:
     names = names_of.evaluations(groups, by_block=True)
     assert names == ["knn20", "knn20 at time 0.5", "knn20 (changed)"]
     assert [charts.over_depth(groups, name).lines[0].y for name in names] == [(0.1, 0.2), (0.3, 0.4), (0.9,)]
-    assert names_of.called("knn20 at time 0.5") == ("kNN accuracy, k = 20 at time 0.5", "accuracy (fraction)")
-    assert names_of.called("rank (changed)")[0] == "Effective rank of the features (changed)"
+    assert names_of.title_and_unit("knn20 at time 0.5") == ("kNN accuracy, k = 20 at time 0.5", "accuracy (fraction)")
+    assert names_of.title_and_unit("rank (changed)")[0] == "Effective rank of the features (changed)"
 
 
 def test_how_samples_were_drawn_is_no_result(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_more_groups_than_can_be_told_apart(tmp_path: Path) -> None:
 
 def test_what_is_missing_says_what_to_do(tmp_path: Path) -> None:
     groups = read([folder(tmp_path / "a")], look=False)
-    with pytest.raises(BadInput, match="`unskip eval RUN` does it"):
+    with pytest.raises(BadInput, match="`unskip eval RUN` adds it"):
         figures.depth(groups, "knn20")
     for wanted in (figures.reconstructions, figures.patch_features, figures.neighbours):
         with pytest.raises(BadInput, match="look=True"):
@@ -116,7 +116,7 @@ def test_what_is_missing_says_what_to_do(tmp_path: Path) -> None:
     for figure in (figures.spectra, figures.conditions):
         with pytest.raises(BadInput, match="sublayer, branch"):
             figure(groups, "skip")
-    with pytest.raises(BadInput, match="no checkpoint was looked at"):
+    with pytest.raises(BadInput, match="no checkpoint was measured"):
         figures.measured(groups, "echo")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are looked at: a masked autoencoder, a classifier, and what cannot be looked at."""
+"""Checkpoints that are measured: a masked autoencoder, a classifier, and those that cannot be."""
 
 import json
 from dataclasses import replace
@@ -160,15 +160,15 @@ def test_one_part_that_fails_leaves_the_others(runs: Path, monkeypatch: pytest.M
 
 def test_what_cannot_be_looked_at(runs: Path, tmp_path: Path) -> None:
     (none,) = read([folder(tmp_path / "none")])
-    assert none.runs[0].look.notes == ["not looked at: it has no checkpoint yet"]
+    assert none.runs[0].look.notes == ["not measured: it has no checkpoint yet"]
 
-    with pytest.warns(unskip.errors.UnskipWarning, match=r"code: not looked at: .*--trust"):
+    with pytest.warns(unskip.errors.UnskipWarning, match=r"code: not measured: .*--trust"):
         (code,) = read([folder(tmp_path / "code", model="evil.py:make", weights=(1.0,))])
     assert "evil.py:make" in code.runs[0].look.notes[0]
 
-    with pytest.warns(unskip.errors.UnskipWarning, match="gone: not looked at"):
+    with pytest.warns(unskip.errors.UnskipWarning, match="gone: not measured"):
         (gone,) = read([folder(tmp_path / "gone", weights=(1.0,))])
-    assert gone.runs[0].look.notes[0].startswith("not looked at:")
+    assert gone.runs[0].look.notes[0].startswith("not measured:")
 
     data = json.loads((runs / "mae" / "config.json").read_text())
     data["config"]["data"] = "gone-{split}.parquet"

@@ -67,7 +67,7 @@ def test_page(tmp_path: Path) -> None:
     assert re.search(r"3 runs in 2 groups.*shortcut \(keep and decay:0.6\)", text)
     assert "0.550 ± 0.071" in elements.text
     assert "flat-loss" in elements.text
-    assert re.search(r"Reconstructions.*no checkpoint was looked at", elements.text)
+    assert re.search(r"Reconstructions.*no checkpoint was measured", elements.text)
     assert next(each["aria-label"] for each in elements.of("svg") if each.get("role") == "img").startswith(
         "Line chart."
     )
@@ -182,7 +182,7 @@ def test_different_kinds(tmp_path: Path) -> None:
 def test_over_seeds() -> None:
     assert over_seeds([], 3) is None
     assert over_seeds([0.5], 1) == (0.5, "0.5")
-    assert over_seeds([0.5], 3) == (0.5, "0.5 (of 1 of 3 runs)")
+    assert over_seeds([0.5], 3) == (0.5, "0.5 (1 of 3 runs)")
     assert over_seeds([math.nan, 0.5], 2) == (0.5, "0.5 (1 not finite)")
     cases = ([1, 2], [0.909, 0.90901], [1400, 2000], [1e-8, 3e-8], [3, 3])
     texts = [over_seeds(values)[1].partition(" [")[0] for values in cases]  # type: ignore[index]
@@ -234,7 +234,7 @@ def test_differences(tmp_path: Path) -> None:
     elements = Elements(made(*runs))
     (opening, *_) = (each["aria-label"] for each in elements.of("svg") if each.get("role") == "img")
     assert opening.startswith(
-        "Points, one a run. Accuracy on test images, n = 100, mean of each group: a: 0.7; b: 0.9."
+        "Points, one per run. Accuracy on test images, n = 100, mean of each group: a: 0.7; b: 0.9."
     )
     text = elements.text
     assert "b: shortcut: keep → cut" in text

@@ -42,13 +42,13 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
         file.write(b'{"step": 40, "loss": 0.1}\n[1, 2]\n{"loss": 3}\n\xff\xfe\n{"step": 50, "lo')
     run = read_run(path)
     assert [row["step"] for row in run.metrics] == [10, 20, 30, 40]
-    assert run.notes == ("metrics.jsonl: 4 lines, the first is line 5, could not be read and are left out",)
+    assert run.notes == ("metrics.jsonl: 4 lines, from line 5, skipped, not readable",)
 
 
 def test_not_finite(tmp_path: Path) -> None:
     run = read_run(folder(tmp_path / "a", losses=(1.0, "nan", float("inf"), 0.5)))
     assert [math.isfinite(row["loss"]) for row in run.metrics] == [True, False, False, True]
-    assert run.notes == ("the loss is not finite at step 20, and in 2 logged steps in all",)
+    assert run.notes == ("the loss is not finite at step 20, 2 logged steps in total",)
 
 
 def test_a_step_logged_again_counts_once(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_noted(tmp_path: Path) -> None:
     (path / "checkpoints" / "step-30" / "encoder" / "unskip.json").write_text('{"wiring": {"sites": [{"index": 0}]}}')
     run = read_run(path)
     assert run.weights == ()
-    assert run.notes == ("unskip.json of step 30: damaged, so the weights of its sites are not known",)
+    assert run.notes == ("unskip.json of step 30: damaged, so the weights of its sites are unknown",)
 
 
 def test_groups(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_runs_without_configs_are_not_taken_for_equal(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").unlink()
     groups = read_groups([tmp_path])
     assert [group.label for group in groups] == ["a", "b"]
-    assert groups[0].runs[0].notes == ("config.json: not there",)
+    assert groups[0].runs[0].notes == ("config.json: missing",)
 
 
 def test_a_run_that_is_named_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

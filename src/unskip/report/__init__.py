@@ -17,7 +17,7 @@ from unskip.report.figures import Tiles
 if TYPE_CHECKING:
     from unskip.recipes import Opener
 
-LOOKED = 12  # runs whose checkpoints are looked at, unless asked otherwise
+MEASURED_RUNS = 12  # default number of runs whose checkpoints are measured
 
 __all__ = ["Difference", "Group", "Run", "Tiles", "difference", "figures", "read", "write"]
 
@@ -29,30 +29,30 @@ def read(
     trust: bool = False,
     opener: Opener | None = None,
 ) -> list[Group]:
-    """Runs, grouped by everything but their seed. A folder of runs stands for the runs in it.
+    """Reads runs and groups those that differ only in their seed. A folder of runs counts as the runs in it.
 
-    With `look` the models of the first 12 runs (or of so many as it says) are built, filled from their last checkpoint
-    and measured on 16 test images; `jacobians` measures singular values too, which takes longer. A model that is a
-    Python file is built with `trust` alone. Warns of a checkpoint that cannot be opened. `opener` opens the images, as
-    for `unskip.train`.
+    With `look`, the models of the first 12 runs (or of the first `look` runs) are loaded from their last checkpoint and
+    measured on 16 test images; `jacobians` also measures singular values, which is slower. A model defined in a Python
+    file is built only with `trust`. Warns of a checkpoint that cannot be opened. `opener` opens the images, as in
+    `unskip.train`.
     """
     groups = read_groups(runs)
-    most = LOOKED if look is True else int(look)
+    most = MEASURED_RUNS if look is True else int(look)
     if not most:
         return groups
     from unskip.recipes import cached_opener
     from unskip.report._look import look as look_at
 
-    # The first seed of every group, then the second: pictures of each before more of one.
-    places = sorted((place, index) for index, group in enumerate(groups) for place in range(len(group.runs)))
+    # The first run of every group, then the second: every group is measured before any is measured twice.
+    turns = sorted((turn, index) for index, group in enumerate(groups) for turn in range(len(group.runs)))
     members = [list(group.runs) for group in groups]
     opener = opener or cached_opener()
-    for place, index in places[:most]:
-        run = members[index][place]
+    for turn, index in turns[:most]:
+        run = members[index][turn]
         result = look_at(run, jacobians, trust, opener)
-        if run.checkpoint is not None and result.step is None:  # such as for want of a plugin; the page says so too
+        if run.checkpoint is not None and result.step is None:  # a missing plugin, for example; the page lists it too
             warn(f"{run.path}: {result.notes[0]}")
-        members[index][place] = replace(run, look=result)
+        members[index][turn] = replace(run, look=result)
     return [replace(group, runs=tuple(runs)) for group, runs in zip(groups, members, strict=True)]
 
 
@@ -65,27 +65,27 @@ def write(
     opener: Opener | None = None,
     export: str | Path | None = None,
 ) -> Path:
-    """Writes the page about some runs; `look`, `jacobians`, `trust` and `opener` as for `read`.
+    """Writes an HTML page about runs and returns its path; `look`, `jacobians`, `trust` and `opener` as in `read`.
 
-    `export` names a folder for its tables (CSV, Markdown, LaTeX) and figures (SVG, PDF).
+    `export` names a folder for the tables (CSV, Markdown, LaTeX) and figures (SVG, PDF).
     """
     from unskip.report._export import export as write_files
     from unskip.report._page import page
 
     file = Path(out)
-    aside = file.with_name(f".{file.name}.tmp")
+    temporary = file.with_name(f".{file.name}.tmp")
     if file.is_dir():
         raise BadInput(f"{out} is a folder; name the page to write, such as {file / 'report.html'}")
-    try:  # before the models are built, which takes longer
+    try:  # fail before the models are built, which takes minutes
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside.touch()
-        aside.unlink()
+        temporary.touch()
+        temporary.unlink()
     except OSError as error:
         raise BadInput(f"{out}: cannot be written ({error.strerror}); choose another file") from error
     groups = read(runs, look, jacobians, trust, opener)
     text = page(groups)
     if export is not None:
         write_files(groups, Path(export))
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(file)
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
     return file

@@ -1,4 +1,4 @@
-"""What runs have in common, what sets them apart, and what came of them: the words and tables of a page."""
+"""The text and tables of a page: fields that runs share, fields that differ, and results."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import Any
 
 from unskip.report._charts import mean_and_std
 from unskip.report._intervals import Interval, difference, of_mean
-from unskip.report._names import called, evaluations, newest_rows
+from unskip.report._names import evaluations, newest_rows, title_and_unit
 from unskip.report._read import Group, Run, by_recipe
 from unskip.report._rows import interval_of, number
 from unskip.report._text import clean, short, words
 
-_AT_FIRST = ("recipe", "preset", "data", "model", "shortcut", "where", "init", "optimizer", "lr", "steps", "epochs")
-_OUTSIDE = ("seed",)
+_FIRST = ("recipe", "preset", "data", "model", "shortcut", "where", "init", "optimizer", "lr", "steps", "epochs")
 MISSING = "-"
 
 
 def differences(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
-    """The fields of configs that differ between groups, and those that do not; what matters most first."""
-    names: dict[str, None] = dict.fromkeys(_AT_FIRST)
+    """The fields of configs that differ between groups, and those that do not; the most important first."""
+    names: dict[str, None] = dict.fromkeys(_FIRST)
     for group in groups:
         names |= dict.fromkeys(map(str, group.config))
-    known = [name for name in names if name not in _OUTSIDE and any(name in group.config for group in groups)]
-    differ = [name for name in known if len({_whole(group.config, name) for group in groups}) > 1]
+    known = [name for name in names if name != "seed" and any(name in group.config for group in groups)]
+    differ = [name for name in known if len({_as_json(group.config, name) for group in groups}) > 1]
     return differ, [name for name in known if name not in differ]
 
 
@@ -38,75 +37,75 @@ def shown(config: dict[str, Any], name: str) -> str:
     return clean(value if isinstance(value, str) else json.dumps(value, default=str), 120) or '""'
 
 
-def _whole(config: dict[str, Any], name: str) -> str | None:
+def _as_json(config: dict[str, Any], name: str) -> str | None:
     return json.dumps(config[name], sort_keys=True, default=str) if name in config else None
 
 
 def sentence(groups: Sequence[Group]) -> str:
-    """What was compared."""
+    """A sentence on what the page compares."""
     runs = sum(len(group.runs) for group in groups)
-    kinds = [_kind(recipe, members) for recipe, members in by_recipe(groups).items()]
+    recipes = [_describe(recipe, members) for recipe, members in by_recipe(groups).items()]
     if runs == 1:
-        return f"One run, {groups[0].runs[0].state}: {kinds[0]}."
+        return f"One run, {groups[0].runs[0].state}: {recipes[0]}."
     if len(groups) == 1:
-        return f"{runs} runs of one config: {kinds[0]}."
+        return f"{runs} runs of one config: {recipes[0]}."
     count = f"{runs} runs" if runs == len(groups) else f"{runs} runs in {len(groups)} groups of equal config"
-    return f"{count}: {'; '.join(kinds)}."
+    return f"{count}: {'; '.join(recipes)}."
 
 
-def _kind(recipe: str, groups: Sequence[Group]) -> str:
-    """The groups of one recipe in words."""
-    sets = [*dict.fromkeys(shown(group.config, "data") for group in groups if "data" in group.config)]
-    what = recipe + (f" on {words(sets)}" if sets else "")
+def _describe(recipe: str, groups: Sequence[Group]) -> str:
+    """The groups of one recipe as text."""
+    data = [*dict.fromkeys(shown(group.config, "data") for group in groups if "data" in group.config)]
+    name = recipe + (f" on {words(data)}" if data else "")
     if len(groups) == 1:
         runs = groups[0].runs
         seeds = [*dict.fromkeys(clean(run.seed, 20) for run in runs)]
-        return what + (f" with the seed{'s' * (len(seeds) > 1)} {words(seeds)}" if len(runs) > 1 else "")
-    differ = [name for name in differences(groups)[0] if name != "data" or len(sets) < 2]
-    if not differ and len(sets) > 1:
-        return f"{what}, which differ in their data alone"
+        return name + (f" with the seed{'s' * (len(seeds) > 1)} {words(seeds)}" if len(runs) > 1 else "")
+    differ = [name for name in differences(groups)[0] if name != "data" or len(data) < 2]
+    if not differ and len(data) > 1:
+        return f"{name}, which differ only in their data"
     parts = [f"{name} ({words([*dict.fromkeys(shown(g.config, name) for g in groups)], 4)})" for name in differ[:4]]
     rest = len(differ) - len(parts)
     more = f" and {rest} more field{'s' * (rest > 1)}" if rest else ""
-    return f"{what}, which differ in {words(parts)}{more}" if parts else f"{what}, which do not differ by their configs"
+    return f"{name}, which differ in {words(parts)}{more}" if parts else f"{name}, with equal configs"
 
 
 def results(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
-    """A row a group: where it stands, its newest numbers over seeds, time and memory."""
-    wanted = dict.fromkeys(evaluations(groups, False) + evaluations(groups, True))
+    """A row per group: its state, its newest metrics over seeds, time and memory."""
+    metrics = dict.fromkeys(evaluations(groups, False) + evaluations(groups, True))
     newest = [[newest_rows(run) for run in group.runs] for group in groups]
-    counts = {name: [row[name]["n"] for rows in newest for row in rows if "n" in row.get(name, {})] for name in wanted}
-    names = [_head("loss"), *(_head(name) + _samples(counts[name]) for name in wanted)]
-    header = ["group", "runs", "state", *names, "time in steps (s)", "images a second (median)", "peak memory (GiB)"]
+    counts = {name: [row[name]["n"] for rows in newest for row in rows if "n" in row.get(name, {})] for name in metrics}
+    names = [_head("loss"), *(_head(name) + _samples(counts[name]) for name in metrics)]
+    header = ["group", "runs", "state", *names, "training time (s)", "images a second (median)", "peak memory (GiB)"]
     table = []
     for group, rows in zip(groups, newest, strict=True):
         losses = [run.metrics[-1]["loss"] for run in group.runs if run.metrics and "loss" in run.metrics[-1]]
         cells: list[object] = [group, len(group.runs), _states(group), over_seeds(losses, len(group.runs))]
-        for name in wanted:
-            mine = [row[name] for row in rows if name in row]
-            interval = interval_of(mine[0], name) if len(mine) == 1 else None
-            cells.append(over_seeds([row[name] for row in mine], len(group.runs), interval))
-        for each in (_seconds, _rate, _memory):
-            cells.append(over_seeds([*filter(None, (each(run) for run in group.runs))], len(group.runs)))
+        for name in metrics:
+            present = [row[name] for row in rows if name in row]
+            interval = interval_of(present[0], name) if len(present) == 1 else None
+            cells.append(over_seeds([row[name] for row in present], len(group.runs), interval))
+        for cost in (_seconds, _rate, _memory):
+            cells.append(over_seeds([*filter(None, map(cost, group.runs))], len(group.runs)))
         table.append(cells)
     return header, table
 
 
 def _head(name: str) -> str:
-    """A number's name and unit, as the head of a column."""
-    title, unit = called(name)
+    """A metric's name and unit, as a column header."""
+    title, unit = title_and_unit(name)
     suffix = unit[unit.rindex("(") :] if unit.endswith(")") else ""
     return f"{title} {suffix}".strip()
 
 
 def _samples(counts: Sequence[object]) -> str:
-    """On how many test samples the numbers of a column were taken."""
+    """The number of test samples behind a column."""
     known = sorted({count for count in map(number, counts) if count is not None})
     return "" if not known else f", n = {known[0]:g}" + (f" to {known[-1]:g}" if len(known) > 1 else "")
 
 
 def _states(group: Group) -> str:
-    """Where the runs of a group stand, and how many where they do not agree."""
+    """The states of a group's runs, with counts if they differ."""
     counts: dict[str, int] = {}
     for run in group.runs:
         counts[run.state] = counts.get(run.state, 0) + 1
@@ -117,9 +116,10 @@ def _states(group: Group) -> str:
 
 
 def over_seeds(values: Sequence[float], runs: int = 0, interval: Interval | None = None) -> object:
-    """ "mean ± std [low, high]", sorted by the mean; None where there is nothing.
+    """ "mean ± std [low, high]", sorted by the mean; None without values.
 
-    The brackets hold the 95% interval of the mean; of one value its `interval`. Fewer than `runs` are counted.
+    The brackets hold the 95% interval of the mean, or `interval` for one value. A note says if values are fewer than
+    `runs`.
     """
     if not values:
         return None
@@ -130,23 +130,23 @@ def over_seeds(values: Sequence[float], runs: int = 0, interval: Interval | None
     ends = interval or of_mean([value for value in values if math.isfinite(value)])
     text += f" {bracketed(ends)}" if ends else ""
     notes = [f"{len(values) - count} not finite"] if count < len(values) else []
-    notes += [f"of {len(values)} of {runs} runs"] if len(values) < runs else []
+    notes += [f"{len(values)} of {runs} runs"] if len(values) < runs else []
     return (mean, text + (f" ({', '.join(notes)})" if notes else ""))
 
 
 def deltas(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
-    """A row for each number of every group but the first: what it has above the first, with a 95% interval."""
+    """A row per metric and group after the first: the difference to the first, with a 95% interval."""
     first, *others = groups
-    header = ["group", "number", first.label, "this group", "difference", "95% interval", "method"]
+    header = ["group", "metric", first.label, "this group", "difference", "95% interval", "method"]
     rows: list[list[object]] = []
     for name in dict.fromkeys(evaluations(groups, False) + evaluations(groups, True)):
         before, wilson = _values(first, name)
         for group in others:
-            after, theirs = _values(group, name)
+            after, other_wilson = _values(group, name)
             counts = [row[name].get("n") for g in (first, group) for row in map(newest_rows, g.runs) if name in row]
-            delta = difference(before, after, (wilson, theirs))
+            delta = difference(before, after, (wilson, other_wilson))
             if delta is not None:
-                cells = [over_seeds(before, 0, wilson), over_seeds(after, 0, theirs)]
+                cells = [over_seeds(before, 0, wilson), over_seeds(after, 0, other_wilson)]
                 ends = bracketed(delta.interval) if delta.interval else None
                 rows.append(
                     [
@@ -162,26 +162,26 @@ def deltas(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
 
 
 def _values(group: Group, name: str) -> tuple[list[float], Interval | None]:
-    """The newest finite values of a number over the runs of a group, and the interval of an only one."""
+    """The newest finite values of a metric over the runs of a group, and the interval if there is one value."""
     rows = [row[name] for run in group.runs if name in (row := newest_rows(run))]
     values = [value for row in rows if (value := number(row[name])) is not None and math.isfinite(value)]
     return values, interval_of(rows[0], name) if len(values) == len(rows) == 1 else None
 
 
 def changed(first: Group, other: Group) -> str:
-    """The fields of the config in which a group differs from the first, in words."""
+    """The config fields in which a group differs from the first, as text."""
     fields = differences([first, other])[0]
     return "; ".join(f"{name}: {shown(first.config, name)} → {shown(other.config, name)}" for name in fields[:12])
 
 
 def bracketed(ends: Interval) -> str:
-    """An interval to the digits that its width leaves."""
+    """An interval, rounded according to its width."""
     form = _digits(ends)
     return f"[{ends[0]:{form}}, {ends[1]:{form}}]"
 
 
 def _digits(ends: Interval) -> str:
-    """The format of an interval, and of what lies in it."""
+    """The number format for an interval and the values in it."""
     width = ends[1] - ends[0]
     if not width or max(map(abs, ends)) < 1e-4:
         return ".4g"
@@ -191,7 +191,7 @@ def _digits(ends: Interval) -> str:
 
 
 def _with_std(mean: float, std: float) -> str:
-    """Both to the same digit: two digits of the std, but no more than four of the mean."""
+    """Both to the same decimal: two digits of the std, but at most four of the mean."""
     size, small = (math.floor(math.log10(abs(value))) if value else 0 for value in (mean, std))
     if not -4 < size < 6:
         return f"{short(mean)} ± {std:.2g}"
@@ -200,7 +200,7 @@ def _with_std(mean: float, std: float) -> str:
 
 
 def warned(groups: Sequence[Group]) -> list[list[object]]:
-    """A row for each warning of a run: its name, how often, when, and its text."""
+    """A row per kind of warning of a run: name, count, first and last step, and text."""
     rows: list[list[object]] = []
     for group in groups:
         for run in group.runs:
@@ -214,7 +214,7 @@ def warned(groups: Sequence[Group]) -> list[list[object]]:
 
 
 def title(group: Group, run: Run) -> str:
-    """A run within its group."""
+    """The name of a run within its group."""
     if len(group.runs) == 1:
         return group.label
     return f"{group.label}, {run.name}" if group.repeats else f"{group.label}, seed {clean(run.seed, 20)}"

@@ -1,4 +1,4 @@
-"""The newest number of every group side by side: a point a run, the mean, and its 95% interval."""
+"""The newest value of a metric for every group: one point per run, the mean, and its 95% interval."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 
 from unskip.report._charts import BEYOND, mean_and_std
 from unskip.report._intervals import Interval, of_mean
-from unskip.report._names import called, evaluations, newest_rows
+from unskip.report._names import evaluations, newest_rows, title_and_unit
 from unskip.report._read import Group, by_recipe
 from unskip.report._rows import interval_of, number
 
-MOST = 3  # figures of a recipe that open a page
+MOST = 3  # figures per recipe at the top of a page
 
 
 @dataclass(frozen=True)
 class Column:
-    """One group: the values of its runs, their mean, and the interval of the mean, or of an only run."""
+    """One group: the values of its runs, their mean, and the interval of the mean, or of the single run."""
 
     label: str
-    group: int  # its place among the groups, which decides its colour
+    group: int  # index of the group, which sets its colour
     values: tuple[float, ...]
     mean: float
     interval: Interval | None
@@ -27,7 +27,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Dots:
-    """One number of several groups."""
+    """One metric of several groups."""
 
     name: str
     title: str
@@ -35,7 +35,7 @@ class Dots:
     columns: tuple[Column, ...]
 
     def rows(self) -> tuple[list[str], list[list[object]]]:
-        """The data as a table, a row a run."""
+        """The data as a table, a row per run."""
         header = ["group", self.unit, "mean of the group", "95% low", "95% high"]
         return header, [
             [column.label, value, column.mean, *(column.interval or (None, None))]
@@ -44,28 +44,28 @@ class Dots:
         ]
 
     def alt(self) -> str:
-        """The figure in words."""
+        """Alternative text."""
         means = "; ".join(f"{column.label}: {column.mean:.3g}" for column in self.columns)
-        return f"Points, one a run. {self.title}, mean of each group: {means}."
+        return f"Points, one per run. {self.title}, mean of each group: {means}."
 
 
 def summaries(groups: Sequence[Group], most: int) -> list[Dots]:
-    """The first numbers that two groups of a recipe or more have, fractions before others; of the first `most`."""
-    found: list[Dots] = []
-    kinds = by_recipe(groups[:most])
-    for recipe, members in kinds.items():
+    """The first metrics that at least two of a recipe's first `most` groups have, fractions first."""
+    summary: list[Dots] = []
+    recipes = by_recipe(groups[:most])
+    for recipe, members in recipes.items():
         names = evaluations(members, False) + evaluations(members, True)
-        names.sort(key=lambda name: "fraction" not in called(name)[1])  # stable
-        mine = [of_groups(members, name) for name in dict.fromkeys(names)]
-        if len(kinds) > 1:
-            mine = [replace(d, name=f"{recipe}-{d.name}", title=f"{d.title} ({recipe})") for d in mine]
-        found += [dots for dots in mine if len(dots.columns) > 1][:MOST]
-    return found
+        names.sort(key=lambda name: "fraction" not in title_and_unit(name)[1])  # stable
+        figures = [of_groups(members, name) for name in dict.fromkeys(names)]
+        if len(recipes) > 1:
+            figures = [replace(d, name=f"{recipe}-{d.name}", title=f"{d.title} ({recipe})") for d in figures]
+        summary += [dots for dots in figures if len(dots.columns) > 1][:MOST]
+    return summary
 
 
 def of_groups(groups: Sequence[Group], name: str) -> Dots:
-    """A number by group; groups without it are left out, and values that no axis can hold."""
-    title, unit = called(name)
+    """A metric by group, without groups that lack it and values too large for an axis."""
+    title, unit = title_and_unit(name)
     columns: list[Column] = []
     counts: set[float | None] = set()
     for group in groups:
@@ -75,11 +75,11 @@ def of_groups(groups: Sequence[Group], name: str) -> Dots:
             counts |= {number(row.get("n")) for row in rows}
             ends = interval_of(rows[0], name) if len(rows) == 1 else _of_mean(values, "fraction" in unit)
             columns.append(Column(group.label, group.place, tuple(values), mean_and_std(values)[0], ends))
-    known = counts.pop() if len(counts) == 1 else None
-    return Dots(f"result-{name}", title if known is None else f"{title}, n = {known:g}", unit, tuple(columns))
+    samples = counts.pop() if len(counts) == 1 else None
+    return Dots(f"result-{name}", title if samples is None else f"{title}, n = {samples:g}", unit, tuple(columns))
 
 
 def _of_mean(values: Sequence[float], fraction: bool) -> Interval | None:
-    """The interval of a mean; of two values it would be wider than the figure."""
+    """The interval of a mean; None for two values, whose interval would be wider than the figure."""
     ends = of_mean(values) if len(values) > 2 else None
     return ends if ends is None or not fraction else (max(ends[0], 0.0), min(ends[1], 1.0))

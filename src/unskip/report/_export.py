@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def export(groups: Sequence[Group], folder: Path) -> list[Path]:
-    """Writes every table and every figure of the page about these groups into a folder, and returns the files."""
+    """Writes every table and figure of the groups' page into a folder, and returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files: list[Path] = []
     for _, _, parts in tables(groups):
@@ -30,11 +30,11 @@ def export(groups: Sequence[Group], folder: Path) -> list[Path]:
                     files.append(folder / f"{slug(part['label'])}.{form}")
                     files[-1].write_text(write(part["header"], part["rows"]), encoding="utf-8")
     for name, figure in _figures(groups):
-        for form, about in (("svg", {"Date": None, "Creator": None}), ("pdf", {"CreationDate": None})):
+        for form, metadata in (("svg", {"Date": None, "Creator": None}), ("pdf", {"CreationDate": None})):
             files.append(folder / f"{slug(name)}.{form}")
             with _style.settings(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Glyph .* missing from")
-                figure.savefig(files[-1], format=form, metadata=about)
+                figure.savefig(files[-1], format=form, metadata=metadata)
     return files
 
 

@@ -5,7 +5,7 @@
     difference of two runs      from the Wilson intervals (l, u) of their fractions:     Newcombe 1998, method 10
         b - a - sqrt((b - l_b)^2 + (u_a - a)^2),   b - a + sqrt((u_b - b)^2 + (a - l_a)^2)
 
-The first two count what another seed would change, the last what other test samples would change.
+The first two measure the variance over seeds, the last that over test samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _T = (
 
 
 class Difference(NamedTuple):
-    """What a second group has above a first, with a 95% interval and how that was made; None where it cannot be."""
+    """Second group minus first, with a 95% interval (None if unknown) and its method."""
 
     value: float
     interval: Interval | None
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
 
 
 def of_mean(values: Sequence[float]) -> Interval | None:
-    """Of the mean over seeds; None for fewer than two."""
+    """The 95% interval of the mean over seeds; None for fewer than two."""
     if len(values) < 2:
         return None
     half = _t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
@@ -45,7 +45,7 @@ def of_mean(values: Sequence[float]) -> Interval | None:
 def difference(
     before: Sequence[float], after: Sequence[float], wilson: tuple[Interval | None, Interval | None] = (None, None)
 ) -> Difference | None:
-    """Between the numbers of two groups; `wilson` has the intervals of groups of one run."""
+    """The difference between the values of two groups; `wilson` has the intervals of single runs."""
     if not before or not after:
         return None
     a, b = statistics.fmean(before), statistics.fmean(after)
@@ -53,8 +53,8 @@ def difference(
         parts = [statistics.variance(values) / len(values) for values in (before, after)]
         if not sum(parts):
             return Difference(b - a, (b - a, b - a), "Welch")
-        bottom = sum(part**2 / (len(values) - 1) for part, values in zip(parts, (before, after), strict=True))
-        half = _t(sum(parts) ** 2 / bottom) * math.sqrt(sum(parts))
+        denominator = sum(part**2 / (len(values) - 1) for part, values in zip(parts, (before, after), strict=True))
+        half = _t(sum(parts) ** 2 / denominator) * math.sqrt(sum(parts))
         return Difference(b - a, (b - a - half, b - a + half), "Welch")
     first, second = wilson
     if len(before) == len(after) == 1 and first is not None and second is not None:
@@ -65,6 +65,6 @@ def difference(
 
 
 def _t(freedom: float) -> float:
-    """The quantile, from below: a fraction of a degree widens the interval, and past 30 it is off by less than 1e-3."""
+    """The quantile at degrees of freedom rounded down, which widens the interval; past 30 it is within 1e-3."""
     whole = max(1, math.floor(freedom))
     return _T[whole - 1] if whole <= len(_T) else 1.96 + 2.4 / whole

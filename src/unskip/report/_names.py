@@ -1,4 +1,4 @@
-"""The numbers that evaluations gave: their names, what a reader calls them, and the newest of each."""
+"""The metrics of evaluations: their names, titles and units, and newest values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from unskip.report._read import Group, Run
 from unskip.report._rows import LABELS, number
 
-NAMES = {  # what a number is called, and its unit
+NAMES = {  # title and unit
     "loss": ("Loss in training", "loss"),
     "train_accuracy": ("Accuracy in training", "accuracy (fraction)"),
     "test_loss": ("Loss on test images", "loss"),
@@ -24,51 +24,50 @@ NAMES = {  # what a number is called, and its unit
     "finetune": ("Fine-tuned", "accuracy (fraction)"),
 }
 _KNN = re.compile(r"knn(\d+)(?= |$)")
-_TAKEN = ("rank_entropy",)  # the logarithm of a number that is shown
-# Of a line of metrics.jsonl, what the training loop logs. The rest is what the objective's `loss` returns.
+_REDUNDANT = ("rank_entropy",)  # the logarithm of a metric that is shown
+# The fields of metrics.jsonl that the training loop logs. The rest is returned by the objective's `loss`.
 _OF_LOOP = (
     *("step", "loss", "lr", "gradient_norm", "effective_decay"),
     *("seconds", "samples_per_second", "peak_memory_gib"),
 )
 
 
-def called(name: str) -> tuple[str, str]:
-    """The title and the unit of a number."""
+def title_and_unit(name: str) -> tuple[str, str]:
+    """The title and the unit of a metric."""
     if name in NAMES:
         return NAMES[name]
-    near = _KNN.match(name)
-    if near:
-        return f"kNN accuracy, k = {near[1]}{name[near.end() :]}", "accuracy (fraction)"
-    word = name.split(" ")[0]  # what follows says how it was taken
+    knn = _KNN.match(name)
+    if knn:
+        return f"kNN accuracy, k = {knn[1]}{name[knn.end() :]}", "accuracy (fraction)"
+    word = name.split(" ")[0]  # the rest says how it was computed
     return (f"{NAMES[word][0]}{name[len(word) :]}", NAMES[word][1]) if word in NAMES else (name, name)
 
 
 def of_loss(groups: Sequence[Group]) -> list[str]:
-    """The names of the numbers that an objective logs beside its loss."""
+    """The names of the metrics that an objective logs in addition to its loss."""
     rows = (row for group in groups for run in group.runs for row in run.metrics)
     return [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _OF_LOOP]
 
 
 def evaluations(groups: Sequence[Group], by_block: bool) -> list[str]:
-    """The names of the numbers that evaluations gave, kNN with one k standing for all."""
+    """The names of the metrics of evaluations, with one k for kNN."""
     names: dict[str, None] = {}
     for run in (run for group in groups for run in group.runs):
         for row in run.evals:
             if (row.get("block") is not None) == by_block:
                 names |= dict.fromkeys(name for name in row if name not in LABELS and number(row[name]) is not None)
-    # Of the values of k one is shown: 20, or else the first.
+    # One value of k is shown: 20, or else the first.
     shown: dict[str, str] = {}
     for name in names:
-        near = _KNN.match(name)
-        if near and (name[near.end() :] not in shown or near[1] == "20"):
-            shown[name[near.end() :]] = name
-    return [
-        name for name in names if name.split(" ")[0] not in _TAKEN and (not _KNN.match(name) or name in shown.values())
-    ]
+        knn = _KNN.match(name)
+        if knn and (name[knn.end() :] not in shown or knn[1] == "20"):
+            shown[name[knn.end() :]] = name
+    one_k = shown.values()
+    return [n for n in names if n.split(" ")[0] not in _REDUNDANT and (not _KNN.match(n) or n in one_k)]
 
 
 def newest_rows(run: Run) -> dict[str, dict[str, Any]]:
-    """The newest line with a number of each name: of the model, or of the last block that was evaluated so."""
+    """The newest row with each metric: of the whole model, or of the last block that has it."""
     newest: dict[str, dict[str, Any]] = {}
     for row in run.evals:
         for name in row:

@@ -1,7 +1,7 @@
-"""Run folders as plain data, whatever state they are in.
+"""Run folders as plain data, complete or not.
 
-A line that is cut off, a number that is none, a config that cannot be read, a run that goes on meanwhile: each leaves a
-note, and the rest is shown. Only a folder that holds no run at all is an error.
+Truncated lines, invalid numbers, unreadable configs and runs in progress become notes, and the rest is read. Only a
+folder without any run is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEED = re.compile(r"[-_ .]?seed[-_=]?\d+$", re.IGNORECASE)
 
 
 class Weights(NamedTuple):
-    """What one site of a run's model has: x <- alpha x + beta f(x)."""
+    """The weights of one site: x <- alpha x + beta f(x)."""
 
     site: int
     path: str
@@ -37,7 +37,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder of one run holds. Metrics and evaluations are in the order of their steps."""
+    """The content of a run folder. Metrics and evaluations are sorted by step."""
 
     path: Path
     name: str
@@ -46,7 +46,7 @@ class Run:
     metrics: tuple[dict[str, float], ...]
     evals: tuple[dict[str, Any], ...]
     warnings: tuple[dict[str, Any], ...]
-    weights: tuple[Weights, ...]  # of the newest checkpoint; empty where nothing was rewired
+    weights: tuple[Weights, ...]  # of the newest checkpoint; empty if the model was not rewired
     checkpoint: int | None
     steps: int | None  # planned
     notes: tuple[str, ...]
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def seed(self) -> object:
-        """As its config has it."""
+        """The seed in its config."""
         return self.config.get("seed")
 
     @property
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Where the run stands, in a few words."""
+        """The progress of the run, as text."""
         if any(row.get("warning") == "non-finite-loss" for row in self.warnings):
             return f"stopped at step {self.step}: the loss was not finite"
         if not self.metrics:
@@ -81,11 +81,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ by their seed alone."""
+    """Runs that differ only in their seed."""
 
     label: str
     runs: tuple[Run, ...]
-    place: int = 0  # among the groups of a page: it decides the colour
+    place: int = 0  # index among the groups of a page, which sets its colour
 
     @property
     def recipe(self) -> str:
@@ -94,17 +94,17 @@ class Group:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config of its first run, which the others share but for the seed."""
+        """The config of its first run; the others differ only in the seed."""
         return self.runs[0].config
 
     @property
     def repeats(self) -> bool:
-        """Whether a seed stands for several of its runs, so that they do not differ by it."""
+        """Whether several of its runs have the same seed."""
         return len({json.dumps(run.seed, default=str) for run in self.runs}) < len(self.runs)
 
 
 def read_groups(paths: Iterable[str | Path]) -> list[Group]:
-    """The runs at some paths, grouped by everything but their seed. A folder of runs stands for the runs in it."""
+    """Reads runs and groups those that differ only in their seed. A folder of runs counts as the runs in it."""
     folders = [folder for path in paths for folder in find_runs(path)]
     if not folders:
         raise BadInput("no run to report on: name the folders of one or more runs")
@@ -112,18 +112,18 @@ def read_groups(paths: Iterable[str | Path]) -> list[Group]:
     for folder in folders:
         unique.setdefault(folder.resolve(), folder)
     runs = [read_run(folder) for folder in unique.values()]
-    together: dict[str, list[Run]] = {}
+    by_config: dict[str, list[Run]] = {}
     for run in runs:
         rest = {name: value for name, value in run.config.items() if name != "seed"}
-        # A run without a config is like no other.
+        # A run without a config is a group of its own.
         key = json.dumps(rest, sort_keys=True, default=str) if rest else str(run.path)
-        together.setdefault(key, []).append(run)
-    groups = [Group(_label(members), tuple(members)) for members in together.values()]
+        by_config.setdefault(key, []).append(run)
+    groups = [Group(_label(members), tuple(members)) for members in by_config.values()]
     return _unique(groups)
 
 
 def by_recipe(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """The groups of each recipe: what different kinds of runs log is not the same thing."""
+    """The groups of each recipe: metrics of different recipes are not comparable."""
     recipes: dict[str, list[Group]] = {}
     for group in groups:
         recipes.setdefault(group.recipe, []).append(group)
@@ -137,17 +137,17 @@ def read_run(path: str | Path) -> Run:
     about = _json(folder / "config.json", notes)
     config = about.pop("config", {})
     if not isinstance(config, dict):
-        notes.append("config.json: its config is no mapping")
+        notes.append("config.json: the config is not a mapping")
         config = {}
     metrics = [numbers(row) for row in read_rows(folder / FILES[0], notes)]
-    own = "val" if config.get("validate") is True else "test"
-    evals = [each for row in read_rows(folder / FILES[1], notes) for each in evaluations(row, own)]
+    split = "val" if config.get("validate") is True else "test"
+    evals = [e for row in read_rows(folder / FILES[1], notes) for e in evaluations(row, split)]
     alerts = read_rows(folder / FILES[2], notes)
-    last_of_step = {row["step"]: row for row in metrics}  # a resumed run may have logged a step twice
-    broken = [row["step"] for row in last_of_step.values() if not math.isfinite(row.get("loss", 0.0))]
-    if broken:
-        more = f", and in {len(broken)} logged steps in all" if len(broken) > 1 else ""
-        notes.append(f"the loss is not finite at step {min(broken):.0f}{more}")
+    last_of_step = {row["step"]: row for row in metrics}  # a resumed run may log a step twice
+    nonfinite = [row["step"] for row in last_of_step.values() if not math.isfinite(row.get("loss", 0.0))]
+    if nonfinite:
+        more = f", {len(nonfinite)} logged steps in total" if len(nonfinite) > 1 else ""
+        notes.append(f"the loss is not finite at step {min(nonfinite):.0f}{more}")
     checkpoint, weights = _checkpoint(folder, notes)
     planned = about.pop("steps", None) or config.get("steps")
     return Run(
@@ -168,43 +168,43 @@ def read_run(path: str | Path) -> Run:
 def _json(file: Path, notes: list[str]) -> dict[str, Any]:
     text = read_text(file, notes)
     if text is None:
-        notes.append(f"{file.name}: not there")
+        notes.append(f"{file.name}: missing")
         return {}
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        notes.append(f"{file.name}: damaged, so its config is not known")
+        notes.append(f"{file.name}: damaged, so the config is unknown")
         return {}
     return data if isinstance(data, dict) else {}
 
 
 def _checkpoint(folder: Path, notes: list[str]) -> tuple[int | None, tuple[Weights, ...]]:
     """The step of the newest checkpoint, and the weights of its sites, without building a model."""
-    steps = [each.name.partition("-")[2] for each in (folder / "checkpoints").glob("step-*")]
-    known = sorted(int(step) for step in steps if step.isdigit() and len(step) < 16)
-    if not known:
+    steps = [path.name.partition("-")[2] for path in (folder / "checkpoints").glob("step-*")]
+    saved = sorted(int(step) for step in steps if step.isdigit() and len(step) < 16)
+    if not saved:
         return None, ()
-    place = folder / "checkpoints" / f"step-{known[-1]}"
-    for file in (place / "encoder" / "unskip.json", place / "unskip.json"):
+    checkpoint = folder / "checkpoints" / f"step-{saved[-1]}"
+    for file in (checkpoint / "encoder" / "unskip.json", checkpoint / "unskip.json"):
         if not file.is_file():
             continue
         try:
             wiring = json.loads(file.read_text(encoding="utf-8")).get("wiring")
             if wiring is None:  # never rewired
-                return known[-1], ()
+                return saved[-1], ()
             sites = zip(wiring["sites"], wiring["alphas"], wiring["betas"], strict=True)
-            # A long skip adds what an earlier block saw: it is no shortcut of the stream.
-            governed = [(site, alpha, beta) for site, alpha, beta in sites if not site.get("long")]
-            return known[-1], tuple(
-                Weights(int(s["index"]), str(s["path"]), float(a), float(b)) for s, a, b in governed
+            # A long skip adds the output of an earlier block; it is not a shortcut of the stream.
+            shortcuts = [(site, alpha, beta) for site, alpha, beta in sites if not site.get("long")]
+            return saved[-1], tuple(
+                Weights(int(s["index"]), str(s["path"]), float(a), float(b)) for s, a, b in shortcuts
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            notes.append(f"{file.name} of step {known[-1]}: damaged, so the weights of its sites are not known")
-    return known[-1], ()
+            notes.append(f"{file.name} of step {saved[-1]}: damaged, so the weights of its sites are unknown")
+    return saved[-1], ()
 
 
 def _label(runs: Sequence[Run]) -> str:
-    """The name of the only run; of several the folder they share, or what their names share."""
+    """The name of a single run; of several their shared folder, or the shared part of their names."""
     if len(runs) == 1:
         run = runs[0]
         return clean(run.path.resolve().parent.name) if _SEED.fullmatch(run.name) else run.name

@@ -1,4 +1,4 @@
-"""The lines of a run's logs as plain numbers; what cannot be read is left out and noted."""
+"""The rows of a run's logs as plain numbers; unreadable rows are skipped with a note."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from unskip.report._text import clean
 
-# Of a line of evals.jsonl, what says of what and how its numbers were taken, and is none of them.
+# Fields of evals.jsonl that describe an evaluation; all others are metrics.
 LABELS = (
     *("step", "evaluation", "block", "path", "pool", "split", "seed", "precision", "changes", "time", "data", "size"),
     *("n", "intervals", "preprocess", "sampler", "steps", "cfg", "tolerance", "extractor"),
@@ -21,7 +21,7 @@ _OF_BLOCK = re.compile(r"([a-z]+)_block_(\d{1,4})")  # such as rank_block_3, whi
 
 
 def number(value: object) -> float | None:
-    """A float of what a log holds ("nan" and "inf" are written as text), or None."""
+    """A logged value as a float ("nan" and "inf" are logged as text), or None."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, str) and value.lower() not in ("nan", "inf", "-inf", "infinity", "-infinity"):
@@ -33,7 +33,7 @@ def number(value: object) -> float | None:
 
 
 def read_text(file: Path, notes: list[str]) -> str | None:
-    """A file as text; None where there is none, with a note where it cannot be read."""
+    """A file as text, or None with a note if it cannot be read, or None if it is missing."""
     try:
         return file.read_bytes().decode("utf-8", "replace")
     except FileNotFoundError:
@@ -44,9 +44,9 @@ def read_text(file: Path, notes: list[str]) -> str | None:
 
 
 def read_rows(file: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The lines of a log that are whole and have a step."""
+    """The valid rows of a log that have a step."""
     rows, damaged = [], []
-    for place, line in enumerate((read_text(file, notes) or "").split("\n"), start=1):
+    for index, line in enumerate((read_text(file, notes) or "").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -55,48 +55,46 @@ def read_rows(file: Path, notes: list[str]) -> list[dict[str, Any]]:
             row = None
         step = number(row.get("step")) if isinstance(row, dict) else None
         if step is None or not math.isfinite(step) or abs(step) > 2**53:
-            damaged.append(place)
+            damaged.append(index)
         else:
             rows.append({**row, "step": step})
     if damaged:
-        lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first is line {damaged[0]},"
-        notes.append(f"{file.name}: {lines} could not be read and {'is' if len(damaged) == 1 else 'are'} left out")
+        lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, from line {damaged[0]},"
+        notes.append(f"{file.name}: {lines} skipped, not readable")
     return rows
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics.jsonl."""
+    """The numbers of a row of metrics.jsonl."""
     values = {clean(name): number(value) for name, value in row.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def evaluations(row: dict[str, Any], own: str) -> list[dict[str, Any]]:
-    """A line of evals.jsonl: numbers as floats, the block as a whole number or None, the rest as it is.
+def evaluations(row: dict[str, Any], split: str) -> list[dict[str, Any]]:
+    """A row of evals.jsonl: numbers as floats, the block as an integer or None, the rest unchanged.
 
-    What was taken of other tokens or images than those of the run's `own` split, at a noise level, or not quite by the
-    protocol has another name than what was not. Numbers of several blocks in one row become a row each.
+    Metrics get a suffix if they were computed on class tokens, on another split than the run's `split`, at a noise
+    level, or with changes to the protocol. Metrics of several blocks in one row become a row each.
     """
-    apart = _apart(row, own)
+    suffix = _suffix(row, split)
     labels: dict[str, Any] = {name: row[name] for name in LABELS if name in row}
-    labels["block"] = _whole(row.get("block"))
-    intervals = row.get("intervals")
-    labels["intervals"] = (
-        {_of_model(key, row) + apart: ends for key, ends in intervals.items()} if isinstance(intervals, dict) else {}
-    )
-    whole: dict[str, Any] = {}
+    labels["block"] = _integer(row.get("block"))
+    intervals = row["intervals"] if isinstance(row.get("intervals"), dict) else {}
+    labels["intervals"] = {_model_metric(name, row) + suffix: ends for name, ends in intervals.items()}
+    of_model: dict[str, Any] = {}
     blocks: dict[int, dict[str, Any]] = {}
     for name, value in row.items():
         kept = value if number(value) is None else number(value)
         by_block = _OF_BLOCK.fullmatch(name)
         if by_block:
-            blocks.setdefault(int(by_block[2]), {})[by_block[1] + apart] = kept
+            blocks.setdefault(int(by_block[2]), {})[by_block[1] + suffix] = kept
         elif name not in LABELS:
-            whole[_of_model(name, row) + apart] = kept
-    return [labels | whole, *(labels | {"block": block} | values for block, values in blocks.items())]
+            of_model[_model_metric(name, row) + suffix] = kept
+    return [labels | of_model, *(labels | {"block": block} | values for block, values in blocks.items())]
 
 
 def interval_of(row: Mapping[str, Any], name: str) -> tuple[float, float] | None:
-    """The 95% interval of a number, where its line has one."""
+    """The 95% interval of a metric, if its row has one."""
     ends = row.get("intervals", {}).get(name)
     bounds = [number(end) for end in ends] if isinstance(ends, list) else []
     low, high = bounds if len(bounds) == 2 else (None, None)
@@ -107,23 +105,25 @@ def _name(name: str) -> str:
     return clean(name[4:] + OF_CLASS_TOKENS) if name.startswith("cls_") else clean(name)
 
 
-def _of_model(name: str, row: Mapping[str, Any]) -> str:
-    """The name of a number; loss and accuracy of a classifier are named by their split, as training logs them."""
+def _model_metric(name: str, row: Mapping[str, Any]) -> str:
+    """The name of a metric. Loss and accuracy are prefixed with their split, as training logs them."""
     split = row.get("split")
     return f"{split}_{name}" if name in ("loss", "accuracy") and split in ("val", "test") else _name(name)
 
 
-def _whole(value: object) -> int | None:
-    given = number(value)
-    return int(given) if given is not None and math.isfinite(given) else None
+def _integer(value: object) -> int | None:
+    x = number(value)
+    return int(x) if x is not None and math.isfinite(x) else None
 
 
-def _apart(row: dict[str, Any], own: str) -> str:
-    """What sets the numbers of a row apart from others of the same name."""
+def _suffix(row: dict[str, Any], own_split: str) -> str:
+    """The suffix that tells the metrics of a row from others of the same name."""
     time, count, cfg = (number(row.get(name)) for name in ("time", "n", "cfg"))
     split, precision = row.get("split"), row.get("precision")
     parts = [OF_CLASS_TOKENS if row.get("pool") == "cls" else ""]
-    parts.append({"val": " on held-out images", "test": " on test images"}.get(str(split), "") if split != own else "")
+    parts.append(
+        {"val": " on held-out images", "test": " on test images"}.get(str(split), "") if split != own_split else ""
+    )
     parts.append(f" at time {time:g}" if time is not None else "")
     parts.append(f" of {count:g} samples" if count is not None and "sampler" in row else "")
     parts.append(_drawn(row))
@@ -134,8 +134,8 @@ def _apart(row: dict[str, Any], own: str) -> str:
 
 
 def _drawn(row: dict[str, Any]) -> str:
-    """How samples were drawn, where it was not by 50 steps of Heun's."""
+    """The sampler and its steps, unless they are the default: Heun's method with 50 steps."""
     sampler, steps = row.get("sampler"), number(row.get("steps"))
     by = "" if sampler in (None, "heun") else f" by {clean(sampler, 20)}"
-    of_default = steps is None or sampler == "dopri5" or (not by and steps == 50)
-    return by if of_default else f"{by} in {steps:g} steps"
+    is_default = steps is None or sampler == "dopri5" or (not by and steps == 50)
+    return by if is_default else f"{by} in {steps:g} steps"

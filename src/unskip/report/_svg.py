@@ -1,4 +1,4 @@
-"""matplotlib figures as SVG inside a page: colours follow the page's scheme, text is text, ids are their own."""
+"""matplotlib figures as inline SVG: colours from the page's scheme, selectable text, unique ids."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _VARIABLES |= {_style.INK: "var(--ink)", _style.GRID: "var(--grid)", _style.REST
 _COLOUR = re.compile("|".join(_VARIABLES), re.IGNORECASE)
 _STYLE = re.compile(r' style="[^"]*"')
 _FONT = re.compile(r"font: ((?:[\w.]+ )*?)([\d.]+)px [^;\"]*")
-_PLACES = re.compile(r' (?:d|x|y|width|height|transform|points)="[^"]*"')
-_LONG = re.compile(r"(\d\.\d\d)\d+")
+_GEOMETRY = re.compile(r' (?:d|x|y|width|height|transform|points)="[^"]*"')
+_DIGITS = re.compile(r"(\d\.\d\d)\d+")
 _IDS = re.compile(r'\b(id="|href="#|url\(#)')
 
 
 def inline(figure: Figure, name: str, alt: str) -> Markup:
-    """The figure as an <svg> element; `name` makes its ids unique in the page."""
+    """The figure as an <svg> element; its ids are prefixed with `name` to be unique in the page."""
     from markupsafe import Markup
 
     file = io.StringIO()
@@ -44,7 +44,7 @@ def inline(figure: Figure, name: str, alt: str) -> Markup:
     assert width is not None
     rest = _STYLE.sub(lambda match: _COLOUR.sub(lambda c: _VARIABLES[c[0].lower()], match[0]), rest)
     rest = _STYLE.sub(lambda match: _FONT.sub(r"font: \1\2px var(--font)", match[0]), rest)
-    rest = _PLACES.sub(lambda match: _LONG.sub(r"\1", match[0]), rest)
+    rest = _GEOMETRY.sub(lambda match: _DIGITS.sub(r"\1", match[0]), rest)
     rest = _IDS.sub(rf"\g<1>{_id(name)}-", rest)
     rest = re.sub(r"\n\s*", "\n", rest)
     size = f'style="max-width: {float(width[1]) * 1.6:.0f}px"'
@@ -53,6 +53,6 @@ def inline(figure: Figure, name: str, alt: str) -> Markup:
 
 
 def _id(name: str) -> str:
-    """Part of an id. A figure is called after a number in a log, which may be called anything."""
+    """Part of an id, from the name of a metric, which may have any characters."""
     kept = re.sub(r"[^\w-]", "-", name, flags=re.ASCII)
     return kept if kept == name else f"{kept}-{zlib.crc32(name.encode()):08x}"

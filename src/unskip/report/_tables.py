@@ -1,4 +1,4 @@
-"""A table as CSV, Markdown and LaTeX. Cells are as on the page: None, text, a number, (number, text) or a group."""
+"""A table as CSV, Markdown and LaTeX. A cell is None, text, a number, (number, text) or a group."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ _TEX |= {
 
 
 def to_csv(header: Header, rows: Rows) -> str:
-    """Numbers in full. A text that a spreadsheet would take for a formula begins with an apostrophe."""
+    """CSV with full numbers. An apostrophe precedes text that a spreadsheet would read as a formula."""
     content = io.StringIO()
     writer = csv.writer(content, lineterminator="\n")
     for row in (header, *rows):
         cells = [cell if isinstance(cell, int | float) else _text(cell) for cell in row]
-        writer.writerow(
-            [f"'{each}" if isinstance(each, str) and each[:1] in "=+-@" and each else each for each in cells]
-        )
+        writer.writerow([f"'{x}" if isinstance(x, str) and x.startswith(("=", "+", "-", "@")) else x for x in cells])
     return content.getvalue()
 
 
 def to_markdown(header: Header, rows: Rows) -> str:
-    """A pipe table, numbers to the right."""
+    """A pipe table with numbers right-aligned."""
     lines = [[_text(cell).replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in (header, *rows)]
-    rule = ["---:" if _numbers(rows, place) else "---" for place in range(len(header))]
+    rule = ["---:" if _numeric(rows, column) else "---" for column in range(len(header))]
     return "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], rule, *lines[1:]])
 
 
@@ -46,7 +44,7 @@ def to_latex(header: Header, rows: Rows) -> str:
     """A tabular with the rules of booktabs."""
     lines = ["".join(_TEX.get(letter, letter) for letter in "\0".join(map(_text, row))) for row in (header, *rows)]
     first, *rest = [line.replace("\0", " & ") + " \\\\\n" for line in lines]
-    columns = "".join("r" if _numbers(rows, place) else "l" for place in range(len(header)))
+    columns = "".join("r" if _numeric(rows, column) else "l" for column in range(len(header)))
     body = "".join(rest)
     return f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n{first}\\midrule\n{body}\\bottomrule\n\\end{{tabular}}\n"
 
@@ -64,6 +62,6 @@ def _text(cell: object) -> str:
     return short(cell) if isinstance(cell, float) else str(cell)
 
 
-def _numbers(rows: Rows, place: int) -> bool:
-    cells = [row[place] for row in rows if row[place] is not None]
+def _numeric(rows: Rows, column: int) -> bool:
+    cells = [row[column] for row in rows if row[column] is not None]
     return bool(cells) and all(isinstance(cell, int | float | tuple) for cell in cells)

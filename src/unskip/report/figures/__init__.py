@@ -3,8 +3,8 @@
     groups = unskip.report.read(["runs/a", "runs/b"])
     unskip.report.figures.loss(groups).savefig("loss.pdf")
 
-Each function takes the groups that `unskip.report.read` gives. What was not logged, evaluated or measured is a BadInput
-that says what to do for it.
+Each function takes the groups that `unskip.report.read` returns. It raises BadInput with the next step if the data was
+not logged, evaluated or measured.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ def results(groups: Sequence[Group], name: str) -> Figure:
     """The newest value of an evaluation, such as test_accuracy, by group: one point per run, mean and interval."""
     dots = of_groups(groups, name)
     if not dots.columns:
-        raise BadInput(f"{dots.title}: nothing to draw, because no run was evaluated so; `unskip eval RUN` does it")
+        raise BadInput(f"{dots.title}: nothing to draw, because no run was evaluated with it; use `unskip eval RUN`")
     return draw_dots(dots)
 
 
 def loss(groups: Sequence[Group], name: str = "loss") -> Figure:
-    """The loss, or another logged number, over training steps."""
+    """The loss, or another logged metric, over training steps."""
     return draw(_charts.over_steps(groups, name))
 
 
 def evaluation(groups: Sequence[Group], name: str) -> Figure:
-    """A number of evaluations in the course of training, such as knn20."""
+    """A metric of evaluations during training, such as knn20."""
     return draw(_charts.evaluated(groups, name))
 
 
 def depth(groups: Sequence[Group], name: str) -> Figure:
-    """A number of evaluations by block, such as knn20, probe_lbfgs or rank."""
+    """A metric of evaluations by block, such as knn20, probe_lbfgs or rank."""
     return draw(_charts.over_depth(groups, name))
 
 
@@ -89,31 +89,31 @@ def conditions(groups: Sequence[Group], part: str = "sublayer") -> Figure:
 
 
 def reconstructions(groups: Sequence[Group], group: int = 0) -> Figure:
-    """Masked patches as a masked autoencoder reconstructs them."""
+    """Masked patches and their reconstructions by a masked autoencoder."""
     return _tiles(groups, group, "reconstructions")
 
 
 def patch_features(groups: Sequence[Group], group: int = 0) -> Figure:
-    """Patch features by block, their first three principal components as red, green and blue."""
+    """Patch features by block, with their first three principal components as red, green and blue."""
     return _tiles(groups, group, "patch-features")
 
 
 def neighbours(groups: Sequence[Group], group: int = 0) -> Figure:
-    """Test images and their nearest training images in the features of the last block."""
+    """Test images and their nearest training images by features of the last block."""
     return _tiles(groups, group, "neighbours")
 
 
 def _tiles(groups: Sequence[Group], group: int, name: str) -> Figure:
     if not -len(groups) <= group < len(groups):
-        raise BadInput(f"group is {group}; there are {len(groups)} groups of runs, and the first is 0")
+        raise BadInput(f"group is {group}; there are {len(groups)} groups of runs, counted from 0")
     looks = [run.look for run in groups[group].runs if run.look is not None]
     for look in looks:
         for tiles in look.tiles:
             if tiles.name == name:
                 return draw_tiles(tiles)
     part = name.replace("-", " ")
-    why = [note for look in looks for note in look.notes if note.startswith((f"{part}:", "not looked at:"))]
+    why = [note for look in looks for note in look.notes if note.startswith((f"{part}:", "not measured:"))]
     if not looks:
-        why = ["its checkpoint was not looked at: call unskip.report.read with look=True, or a larger number"]
-    reason = "; ".join(why) or f"a run of {groups[group].recipe} has none"
-    raise BadInput(f"{groups[group].label}: no {part} there, because {reason}")
+        why = ["its checkpoint was not measured: call unskip.report.read with look=True, or a larger number"]
+    reason = "; ".join(why) or f"a {groups[group].recipe} run has none"
+    raise BadInput(f"{groups[group].label}: no {part}, because {reason}")

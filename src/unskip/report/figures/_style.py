@@ -1,8 +1,8 @@
-"""One visual language for all figures: the colours, dashes and markers of groups, and the settings of matplotlib.
+"""The style of all figures: the colours, dashes and markers of groups, and the settings of matplotlib.
 
-The colours are those of Okabe and Ito (2008, "Color Universal Design"), without the yellow and the black, which do not
-stand out on both a light and a dark page. A group also has a dash and a marker of its own, so colour is never all there
-is. In a page every colour becomes a CSS variable, whose value depends on the reader's scheme.
+The colours are those of Okabe and Ito (2008, "Color Universal Design"), without yellow and black, which lack contrast
+on a light or a dark page. Groups also differ in dash and marker, not only in colour. In a page every colour is a CSS
+variable, whose value depends on the light or dark scheme.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 from unskip._extras import need
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-INK, GRID, REST = "#1b1f24", "#d0d7de", "#8c959f"  # text and axes; the grid; groups beyond those with a colour
-SHOWN = 10  # groups with a style of their own; more cannot be told apart
+INK, GRID, REST = "#1b1f24", "#d0d7de", "#8c959f"  # text and axes; grid; groups after the first SHOWN
+SHOWN = 10  # groups with a distinct style
 _DASHES = ("-", (0, (5, 2)))
 _MARKERS = "osD^vPX*ph"
 
-SIZE = (4.4, 3.1)  # inches: small enough that its text is readable where a phone shrinks it
+SIZE = (4.4, 3.1)  # inches, small enough that text stays readable on a phone
 
 
 class Style(NamedTuple):
@@ -31,7 +31,7 @@ class Style(NamedTuple):
 
 
 def style_of(group: int) -> Style:
-    """The style of the group at this place."""
+    """The style of the group with this index."""
     if group >= SHOWN:
         return Style(REST, "-", "")
     return Style(COLOURS[group % len(COLOURS)], _DASHES[group // len(COLOURS)], _MARKERS[group])
@@ -39,7 +39,7 @@ def style_of(group: int) -> Style:
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """The settings of matplotlib while a figure is made or written."""
+    """The settings of matplotlib while a figure is drawn or saved."""
     with need("matplotlib").rc_context(
         {
             "axes.edgecolor": INK,
@@ -51,7 +51,7 @@ def settings() -> Iterator[None]:
             "axes.spines.top": False,
             "axes.titlecolor": INK,
             "axes.titlesize": 10.5,
-            "axes.formatter.useoffset": False,  # "1e-5+9.999e-1" is no label to read
+            "axes.formatter.useoffset": False,  # avoids labels such as "1e-5+9.999e-1"
             "axes.unicode_minus": False,
             "figure.facecolor": "none",
             "figure.dpi": 120,
@@ -78,7 +78,7 @@ def settings() -> Iterator[None]:
 
 
 def plain(text: str, limit: int = 40) -> str:
-    """Text that matplotlib takes as it is: a dollar begins no formula, a leading underscore hides nothing."""
+    """Escaped text: for matplotlib a dollar starts a formula and a leading underscore hides a label."""
     short = text if len(text) <= limit else text[: limit - 1] + "…"
     escaped = short.replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
