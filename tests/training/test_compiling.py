@@ -1,4 +1,4 @@
-"""What a run says about compilation, and where compiled code is kept."""
+"""Compilation messages of a run, and the cache folder of compiled code."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import nn
 from unskip.training._compiling import lasting_cache, timed_first_step
 
 
-def test_the_second_run_names_the_time_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_run_reports_the_compile_time_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    said: list[list[str]] = []
+    messages: list[list[str]] = []
     for width in (2, 2, 3):
-        said.append([])
-        with timed_first_step(nn.Linear(width, 2), "cpu", said[-1].append):
+        messages.append([])
+        with timed_first_step(nn.Linear(width, 2), "cpu", messages[-1].append):
             pass
-    first, again, other = said
+    first, again, other = messages
     assert "Linear" in first[0]
     assert "last time" not in first[0]
     assert "last time it took 0 s" in again[0]
     assert "last time" not in other[0]
 
 
-def test_an_unreadable_record_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_record_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     for _ in range(2):
         with timed_first_step(nn.Linear(2, 2), "cpu", lambda text: None):
@@ -37,7 +37,7 @@ def test_an_unreadable_record_is_written_anew(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("before", [None, f"{tempfile.gettempdir()}/torchinductor_somebody", "/elsewhere"])
-def test_a_folder_that_the_user_chose_is_kept(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_of_the_user_is_kept(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     if before is not None:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)

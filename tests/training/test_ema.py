@@ -1,4 +1,4 @@
-"""EMA weights: torch's own step by step, in a model whose shortcuts move, and out of the way again."""
+"""EMA weights match torch, do not average annealed shortcuts, and can be swapped in and out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
 
 
-def test_floats_as_in_torch_and_counters_as_in_the_model() -> None:
+def test_averages_match_torch_and_counters_are_copied() -> None:
     model = network()
     mine, torchs = EMA(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     trained(model, 5, mine, torchs)
@@ -38,7 +38,7 @@ def test_floats_as_in_torch_and_counters_as_in_the_model() -> None:
     assert int(result["n_averaged"]) == int(result["module.1.num_batches_tracked"]) == 5
 
 
-def test_swapped_in_and_restored() -> None:
+def test_swap_in_restores_the_weights() -> None:
     model = network()
     mine = EMA(model, 0.9)
     trained(model, 3, mine)
@@ -53,7 +53,7 @@ def test_swapped_in_and_restored() -> None:
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in mine.state_dict().items())
 
 
-def test_the_shortcuts_are_those_of_the_step_and_no_average() -> None:
+def test_annealed_shortcuts_are_not_averaged() -> None:
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=16, depth=1, embed_dim=24, num_heads=2)
     images = torch.randn(2, 3, 32, 32)
@@ -62,6 +62,6 @@ def test_the_shortcuts_are_those_of_the_step_and_no_average() -> None:
     for step in range(6):
         wiring.step(step)
         mine.update()
-    expected = model.eval()(images)  # no weight has moved, so their means are the weights
+    expected = model.eval()(images)  # no weight changed, so each average equals its weight
     with mine.swapped_in():
         torch.testing.assert_close(model(images), expected)

@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed or damaged go on to the same weights."""
+"""Stopped, killed and damaged runs resume to the same weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unskip.training import RunFolder, run_task
 
 
 @pytest.mark.parametrize(("optimizer", "stop_at"), [("adamw", 3), ("soap", 13), ("muon", 6)])
-def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path: Path, optimizer: str, stop_at: int) -> None:
+def test_a_stopped_run_resumes_to_the_same_weights(tmp_path: Path, optimizer: str, stop_at: int) -> None:
     whole = task(optimizer)
     run_task(whole, schedule(ema=0.9), new(tmp_path / "whole"), quiet=True)
     first = task(optimizer, stop_at=stop_at)
@@ -43,7 +43,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path: Path, opti
     assert steps[1] == sorted(set(steps[1]))
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_non_finite_loss_stops_the_run_and_keeps_the_checkpoint(tmp_path: Path) -> None:
     folder = new(tmp_path / "run")
     with (
         pytest.warns(UnskipWarning, match="non-finite-loss"),
@@ -56,7 +56,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
 
 
 @pytest.mark.parametrize("poison", [4, 5])
-def test_a_checkpoint_between_two_logged_steps_never_holds_what_is_not_finite(tmp_path: Path, poison: int) -> None:
+def test_checkpoints_between_logged_steps_are_finite(tmp_path: Path, poison: int) -> None:
     folder = new(tmp_path / "run")
     with (
         pytest.warns(UnskipWarning, match="non-finite-loss"),
@@ -70,7 +70,7 @@ def test_a_checkpoint_between_two_logged_steps_never_holds_what_is_not_finite(tm
     assert all(value.isfinite().all() for value in load_file(checkpoint[1] / "model.safetensors").values())
 
 
-def test_data_that_vanish_are_told_with_the_way_on(tmp_path: Path) -> None:
+def test_missing_data_error_says_how_to_resume(tmp_path: Path) -> None:
     class Vanishing(Feed):
         def iterate(
             self, start_step: int, stop_step: int, rank: int = 0, world: int = 1, parts: int = 1
@@ -86,7 +86,7 @@ def test_data_that_vanish_are_told_with_the_way_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "unsealed"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+def test_resume_skips_a_damaged_checkpoint(tmp_path: Path, damage: str) -> None:
     whole = task()
     run_task(whole, schedule(), new(tmp_path / "run"), quiet=True)
     folder = RunFolder.open(tmp_path / "run")
@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
         assert torch.equal(a, b)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = new(tmp_path / "run")
     one = task()
     good = one.save
@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
         assert torch.equal(a, b)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_task(task(), schedule(), new(tmp_path / "run"), quiet=True)
 
     def refused(*_: Any, **__: Any) -> None:
@@ -152,19 +152,19 @@ from tests.training.tasks import Feed, new, schedule, task
 from unskip.training import RunFolder, run_task
 
 one = task()
-class Deadly(Feed):
+class Killing(Feed):
     def iterate(self, start_step, stop_step, rank=0, world=1, parts=1):
         for step, batch in enumerate(super().iterate(start_step, stop_step), start_step):
             if step == {at}:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield batch
-one.feed = Deadly()
+one.feed = Killing()
 run_task(one, schedule(), new(Path({out!r})), quiet=True)
 """
 
 
 @pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.full), 11])
-def test_killed_without_a_word_it_goes_on_to_the_same_weights(tmp_path: Path, at: int) -> None:
+def test_resume_after_sigkill(tmp_path: Path, at: int) -> None:
     root = str(Path(__file__).resolve().parents[2])
     code = textwrap.dedent(KILLED).format(root=root, at=at, out=str(tmp_path / "run"))
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=120)
@@ -202,8 +202,8 @@ run_task(one, schedule(), folder, quiet=True)
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
-def test_killed_at_any_moment_it_goes_on_to_the_same_weights(tmp_path: Path, seed: int) -> None:
-    """In a step, between steps, or while a checkpoint or a line is written."""
+def test_resume_after_sigkill_at_a_random_time(tmp_path: Path, seed: int) -> None:
+    """During a step, between steps, or during a write of a checkpoint or a log line."""
     code = textwrap.dedent(ENDLESS).format(root=str(Path(__file__).resolve().parents[2]), out=str(tmp_path / "run"))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"begun\n"
@@ -216,7 +216,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_weights(tmp_path: Path, see
         assert torch.equal(a, b)
 
 
-def test_without_a_whole_checkpoint_the_run_starts_anew_and_says_so(tmp_path: Path) -> None:
+def test_resume_without_an_intact_checkpoint_restarts_with_a_warning(tmp_path: Path) -> None:
     whole = task()
     run_task(whole, schedule(), new(tmp_path / "run"), quiet=True)
     folder = RunFolder.open(tmp_path / "run")

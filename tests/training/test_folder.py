@@ -1,4 +1,4 @@
-"""The folder of a run."""
+"""Run folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unskip.training import RunFolder
 from unskip.training._state import read_state, write_state
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+def test_a_run_folder_is_not_overwritten(tmp_path: Path) -> None:
     new(tmp_path / "run")
     with pytest.raises(BadInput, match="unskip resume"):
         new(tmp_path / "run")
@@ -31,7 +31,7 @@ def test_config_and_versions_are_written(tmp_path: Path) -> None:
     assert data["versions"]["torch"] == torch.__version__
 
 
-def test_a_state_is_json_whatever_its_numbers_are(tmp_path: Path) -> None:
+def test_non_finite_state_is_valid_json(tmp_path: Path) -> None:
     write_state(tmp_path, "some", {"limits": (math.inf, -math.inf, 1.5), "mean": math.nan, "step": torch.ones(2)})
     json.loads((tmp_path / "some.json").read_text(), parse_constant=pytest.fail)
     state = read_state(tmp_path, "some")
@@ -39,7 +39,7 @@ def test_a_state_is_json_whatever_its_numbers_are(tmp_path: Path) -> None:
     assert math.isnan(state["mean"])
 
 
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_a_truncated_line_is_skipped(tmp_path: Path) -> None:
     folder = new(tmp_path / "run")
     folder.append("metrics.jsonl", {"step": 1, "loss": 0.5})
     with (folder.path / "metrics.jsonl").open("a") as file:

@@ -1,4 +1,4 @@
-"""A step replayed as a CUDA graph is the step, through annealing, dropout and running means."""
+"""Replayed CUDA graphs match eager steps with annealing, dropout and running means."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 class Normed(nn.Module):
-    """A ViT behind a batch norm, which keeps running means, with dropout."""
+    """A ViT with dropout after a batch norm, which has running means."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,16 +56,16 @@ def run(folder: Path, graph: bool, device: str, steps: int = 8) -> tuple[list[fl
 
 
 @needs_cuda
-def test_a_replayed_step_is_the_step(tmp_path: Path) -> None:
+def test_graph_replay_matches_eager_steps(tmp_path: Path) -> None:
     losses, weights = run(tmp_path / "eager", False, "cuda")
     replayed, same = run(tmp_path / "graph", True, "cuda")
     assert replayed == pytest.approx(losses, abs=1e-4)
-    assert losses[0] != pytest.approx(losses[1], abs=1e-4)  # else a graph that never moves would pass
+    assert losses[0] != pytest.approx(losses[1], abs=1e-4)  # otherwise a graph that changes nothing would pass
     for name, value in weights.items():
         torch.testing.assert_close(same[name], value, atol=1e-4, rtol=1e-3, msg=name)
 
 
-def test_without_a_gpu_it_is_an_ordinary_step(tmp_path: Path) -> None:
+def test_graph_has_no_effect_on_a_cpu(tmp_path: Path) -> None:
     losses, weights = run(tmp_path / "plain", False, "cpu")
     asked, same = run(tmp_path / "graph", True, "cpu")
     assert asked == losses
@@ -81,6 +81,6 @@ def test_without_a_gpu_it_is_an_ordinary_step(tmp_path: Path) -> None:
         ("cuda", 1, 4, "accumulated over 4"),
     ],
 )
-def test_what_stands_in_the_way_of_a_graph(kind: str, world: int, accumulate: int, reason: str | None) -> None:
+def test_reasons_against_a_graph(kind: str, world: int, accumulate: int, reason: str | None) -> None:
     result = why_not(kind, world, accumulate)
     assert result is None if reason is None else result is not None and reason in result

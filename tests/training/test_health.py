@@ -1,4 +1,4 @@
-"""When a loss is called flat: where it stays at what a model has that learned nothing, and not where it passes by."""
+"""Flat-loss warnings: for a loss that stays at the baseline, not for one that passes it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from unskip.training import RunFolder, Schedule
 from unskip.training._health import Watch
 
 
-def told(folder: RunFolder, losses: list[float], stop_after: int | None = None) -> list[int]:
-    """The steps at which a run of 100 steps, logged every 5, is called flat at a baseline loss of 2."""
+def flat_steps(folder: RunFolder, losses: list[float], stop_after: int | None = None) -> list[int]:
+    """The steps with a flat-loss warning in a run of 100 steps, logged every 5, with a baseline loss of 2."""
     one = task()
     one.baseline_loss = 2.0
     schedule = Schedule(steps=100, log_every=5)
@@ -29,24 +29,26 @@ def told(folder: RunFolder, losses: list[float], stop_after: int | None = None) 
     return [row["step"] for row in folder.read("warnings.jsonl")]
 
 
-def test_a_loss_that_stays_is_flat(tmp_path: Path) -> None:
-    assert told(new(tmp_path / "a"), [2.0] * 6) == [20, 25, 30]  # not before a fifth of the run
-    assert told(new(tmp_path / "b"), [1.0] * 8 + [2.01, 1.99, 2.0]) == [50, 55]  # a collapse, a tenth of the run old
+def test_a_loss_at_the_baseline_is_flat(tmp_path: Path) -> None:
+    assert flat_steps(new(tmp_path / "a"), [2.0] * 6) == [20, 25, 30]  # not before a fifth of the run
+    # a tenth of the run after a collapse
+    assert flat_steps(new(tmp_path / "b"), [1.0] * 8 + [2.01, 1.99, 2.0]) == [50, 55]
 
 
-def test_a_loss_that_passes_by_is_not_flat(tmp_path: Path) -> None:
+def test_a_loss_that_passes_the_baseline_is_not_flat(tmp_path: Path) -> None:
     falling = [2.5 - 0.05 * index for index in range(20)]
     assert any(abs(loss - 2) < 0.02 for loss in falling[3:])
-    assert told(new(tmp_path / "run"), falling) == []
+    assert flat_steps(new(tmp_path / "run"), falling) == []
 
 
 @pytest.mark.parametrize("stop_after", [7, 8, 9, 10])
-def test_a_run_that_goes_on_is_told_the_same(tmp_path: Path, stop_after: int) -> None:
+def test_a_resumed_run_has_the_same_warnings(tmp_path: Path, stop_after: int) -> None:
     losses = [1.0] * 7 + [2.0] * 4
-    assert told(new(tmp_path / "cut"), losses, stop_after) == told(new(tmp_path / "whole"), losses) == [45, 50, 55]
+    whole = flat_steps(new(tmp_path / "whole"), losses)
+    assert flat_steps(new(tmp_path / "cut"), losses, stop_after) == whole == [45, 50, 55]
 
 
-def test_a_warning_is_said_at_the_line_that_called(tmp_path: Path) -> None:
+def test_a_warning_points_to_the_caller(tmp_path: Path) -> None:
     one = task()
     one.baseline_loss = 2.0
     watch = Watch(one, Schedule(steps=100, log_every=5), new(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""Runs that torchrun or accelerate launches: as two nodes, of which one is lost, with a restarted worker."""
+"""Runs launched by torchrun or accelerate: on two nodes, with a restarted worker, with a lost node."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TRAIN += [f"--steps={STEPS}", "--checkpoint-every=4", "--log-every=4", "--device
 
 
 @pytest.fixture(scope="module")
-def unhurt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two processes."""
-    folder = tmp_path_factory.mktemp("unhurt")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     on_ranks(2, folder, partial(cli.main, [*TRAIN, "--out=run"]))
     return folder / "run"
 
@@ -68,46 +68,46 @@ def worker_of(agent: subprocess.Popen[str], run: Path) -> int:
     return int(Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()[-1])
 
 
-def test_two_nodes_are_two_processes(tmp_path: Path, unhurt: Path) -> None:
+def test_two_nodes_match_two_processes(tmp_path: Path, uninterrupted: Path) -> None:
     for node in two_nodes(tmp_path / "run"):
-        said = node.communicate(timeout=250)[1]
-        assert node.returncode == 0, said[-2000:]
-    assert same(tmp_path / "run", unhurt)
+        errors = node.communicate(timeout=250)[1]
+        assert node.returncode == 0, errors[-2000:]
+    assert same(tmp_path / "run", uninterrupted)
 
 
-def test_accelerate_launch_is_torchrun_and_its_settings_change_nothing(tmp_path: Path, unhurt: Path) -> None:
+def test_settings_of_accelerate_launch_have_no_effect(tmp_path: Path, uninterrupted: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = f"--main_process_port={free.getsockname()[1]}"
     flags = ["--multi_gpu", "--num_machines=1", "--num_processes=2", port]  # "--cpu" would start one process
     flags += ["--mixed_precision=bf16", "--gradient_accumulation_steps=2", "--dynamo_backend=inductor"]
     run = launched(tmp_path / "run", *flags, by="accelerate.commands.launch")
-    said = run.communicate(timeout=250)[1]
-    assert run.returncode == 0, said[-2000:]
-    assert same(tmp_path / "run", unhurt)
+    errors = run.communicate(timeout=250)[1]
+    assert run.returncode == 0, errors[-2000:]
+    assert same(tmp_path / "run", uninterrupted)
 
 
-def test_a_worker_that_is_killed_is_started_again(tmp_path: Path, unhurt: Path) -> None:
+def test_a_killed_worker_is_restarted(tmp_path: Path, uninterrupted: Path) -> None:
     run = tmp_path / "run"
     agent = launched(run, "--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1")
     os.kill(worker_of(agent, run), signal.SIGKILL)
     assert not (run / "checkpoints" / f"step-{STEPS}").exists()
-    said = agent.communicate(timeout=250)[1]
-    assert agent.returncode == 0, said[-2000:]
-    assert same(run, unhurt)
+    errors = agent.communicate(timeout=250)[1]
+    assert agent.returncode == 0, errors[-2000:]
+    assert same(run, uninterrupted)
 
 
-def test_a_run_whose_node_is_lost_goes_on_with_fewer_processes(tmp_path: Path, unhurt: Path) -> None:
+def test_a_run_that_lost_a_node_resumes_with_fewer_processes(tmp_path: Path, uninterrupted: Path) -> None:
     run = tmp_path / "run"
     kept, lost = two_nodes(run)
     worker = worker_of(lost, run)
     lost.kill()
     os.kill(worker, signal.SIGKILL)
-    said = kept.communicate(timeout=250)[1]
+    errors = kept.communicate(timeout=250)[1]
     lost.communicate(timeout=250)
     assert kept.returncode != 0
-    assert not (run / "checkpoints" / f"step-{STEPS}").exists(), said[-2000:]
+    assert not (run / "checkpoints" / f"step-{STEPS}").exists(), errors[-2000:]
     assert cli.main(["resume", str(run), "--quiet"]) == 0
-    ends, wanted = weights(run), weights(unhurt)
+    ends, wanted = weights(run), weights(uninterrupted)
     off = max(float((ends[name] - value).abs().max()) for name, value in wanted.items())
-    assert off < 1e-3  # sums have another order
+    assert off < 1e-3  # the order of sums differs

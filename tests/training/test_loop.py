@@ -19,7 +19,7 @@ from unskip.errors import BadInput, TrainingError
 from unskip.training import RunFolder, Task, _engine, _loop, _memory, device_of, run_task
 
 
-def test_the_schedule_and_the_log(tmp_path: Path) -> None:
+def test_schedule_and_log(tmp_path: Path) -> None:
     folder = new(tmp_path / "run")
     outcome = run_task(task(), schedule(clip=1.0), folder, quiet=True)
     rows = folder.read("metrics.jsonl")
@@ -34,7 +34,7 @@ def test_the_schedule_and_the_log(tmp_path: Path) -> None:
     assert kept == ["step-18", "step-20"]
 
 
-def test_accumulation_takes_the_same_step(tmp_path: Path) -> None:
+def test_accumulation_does_not_change_steps(tmp_path: Path) -> None:
     def without_dropout() -> Task:
         one = task()
         one.model[1].p = 0.0
@@ -49,7 +49,7 @@ def test_accumulation_takes_the_same_step(tmp_path: Path) -> None:
     assert rows[1]["twice"] == pytest.approx(rows[0]["twice"], rel=1e-5)
 
 
-def test_samples_are_counted_over_the_time_they_took(tmp_path: Path) -> None:
+def test_throughput_excludes_evaluation_time(tmp_path: Path) -> None:
     now = [0.0]
 
     class Slow(Feed):
@@ -88,13 +88,13 @@ def test_samples_are_counted_over_the_time_they_took(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_schedules_that_make_no_run(changes: dict[str, Any]) -> None:
+def test_bad_schedules_are_refused(changes: dict[str, Any]) -> None:
     ((name, value),) = changes.items()
     with pytest.raises(BadInput, match=f"{name} .*{value}"):
         schedule(**changes)
 
 
-def test_what_the_launcher_was_told_elsewhere_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_environment_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.state import AcceleratorState
 
     whole = task()
@@ -115,13 +115,13 @@ def test_what_the_launcher_was_told_elsewhere_changes_nothing(tmp_path: Path, mo
     )
 
 
-def test_sharding_that_the_launcher_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharding_by_the_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(BadInput, match=r"sets FSDP; unset it .* --fsdp"):
         run_task(task(), schedule(steps=3), new(tmp_path / "run"), quiet=True)
 
 
-def test_a_run_after_one_on_another_device(tmp_path: Path) -> None:
+def test_a_run_after_a_run_on_another_device(tmp_path: Path) -> None:
     from accelerate.state import PartialState
 
     PartialState(cpu=True).device = torch.device("meta")  # as a run on a GPU leaves it
@@ -129,7 +129,7 @@ def test_a_run_after_one_on_another_device(tmp_path: Path) -> None:
     assert PartialState().device.type == "cpu"
 
 
-def test_learned_shortcuts_are_not_sharded() -> None:
+def test_sharding_refuses_learned_shortcuts() -> None:
     from unskip.training._fsdp import Sharded
 
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=16, depth=1, embed_dim=24, num_heads=2)
@@ -146,7 +146,7 @@ def test_notes_are_written_once(tmp_path: Path) -> None:
     again.notes = one.notes
     run_task(again, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
     assert [row["text"] for row in RunFolder(tmp_path / "run").read("warnings.jsonl")] == ["two images were left out"]
-    shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if killed before the first
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if killed before the first checkpoint
     run_task(task_with(one.notes), schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
     assert [row["text"] for row in RunFolder(tmp_path / "run").read("warnings.jsonl")] == ["two images were left out"]
 
@@ -157,7 +157,7 @@ def task_with(notes: tuple[str, ...]) -> Task:
     return one
 
 
-def test_an_evaluation_that_comes_to_no_number_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_without_a_result_is_logged_as_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = iter([3.0, None])
     one = task()
     one.evaluations = {"rank-v1": lambda network: {"rank": next(result)}}
@@ -165,16 +165,16 @@ def test_an_evaluation_that_comes_to_no_number_ends_no_run(tmp_path: Path, capsy
     assert outcome.finished
     assert math.isnan(outcome.evaluations["rank"])
     assert [row["rank"] for row in RunFolder(tmp_path / "run").read("evals.jsonl")] == [3.0, "nan"]
-    said = capsys.readouterr().err
-    assert "step 10: rank 3\n" in said
-    assert "step 20: rank nan\n" in said
+    errors = capsys.readouterr().err
+    assert "step 10: rank 3\n" in errors
+    assert "step 20: rank nan\n" in errors
     resumed = task()
     resumed.evaluations = one.evaluations
     again = run_task(resumed, schedule(), RunFolder.open(tmp_path / "run"), quiet=True)
-    assert math.isnan(again.evaluations["rank"])  # the last one, and not the last that was a number
+    assert math.isnan(again.evaluations["rank"])  # of the last evaluation, not of the last finite one
 
 
-def test_what_others_found_of_a_checkpoint_is_no_evaluation_of_the_run(tmp_path: Path) -> None:
+def test_results_added_later_are_not_in_the_outcome(tmp_path: Path) -> None:
     outcome = run_task(task(), schedule(), new(tmp_path / "run"), quiet=True)
     row = {"step": 20, "evaluation": "probe-mae-v1", "block": 0, "probe_mae": 0.5, "bias": 9.0}
     RunFolder.open(tmp_path / "run").append("evals.jsonl", row)
@@ -182,20 +182,20 @@ def test_what_others_found_of_a_checkpoint_is_no_evaluation_of_the_run(tmp_path:
     assert again.evaluations == outcome.evaluations
 
 
-def test_an_evaluation_wakes_no_other_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several GPUs torch would fork the generators of all, with a warning."""
+def test_evaluation_does_not_touch_other_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several GPUs torch would fork the generators of all of them, with a warning."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # which another library may make a count
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # torch may derive it from device_count
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail(f"woke GPU {device}"))
     assert run_task(task(), schedule(), new(tmp_path / "run"), quiet=True).finished
 
 
 class Stopped(Exception):
-    """Ends a run where its engine would begin."""
+    """Stops a run before its engine is built."""
 
 
-def test_the_gpu_of_the_model_is_the_current_one_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate, CUDA graphs and the count of memory all mean the current GPU: here without any, by a stand-in."""
+def test_the_gpu_of_the_model_is_current_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate, CUDA graphs and memory statistics use the current GPU, which is a stand-in here."""
     current: list[str] = []
 
     class Device:
@@ -219,8 +219,8 @@ def test_the_gpu_of_the_model_is_the_current_one_in_its_run(tmp_path: Path, monk
     assert current == []
 
 
-def test_the_most_memory_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU remembers what the runs before it in the process held: here one without any, by a stand-in."""
+def test_peak_memory_excludes_earlier_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory statistics cover the process, with its earlier runs; the GPU is a stand-in here."""
     peak = {"bytes": 5 * 2**30}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["bytes"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(bytes=2**30))
@@ -230,7 +230,7 @@ def test_the_most_memory_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.
     assert {row["peak_memory_gib"] for row in RunFolder(tmp_path / "run").read("metrics.jsonl")} == {1.0}
 
 
-def test_a_graph_that_cannot_be_is_said_and_noted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_note_is_recorded_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     note = "graph is off: a CUDA graph needs a GPU, and this run is on cpu"
     run_task(task(stop_at=3), schedule(graph=True), new(tmp_path / "run"))
     assert note in capsys.readouterr().err
@@ -244,14 +244,14 @@ def test_a_graph_that_cannot_be_is_said_and_noted_once(tmp_path: Path, capsys: p
     [lambda loss: loss, lambda loss: (loss[None], {}), lambda loss: (loss, {"half": 0.5}), lambda loss: None],
     ids=["no pair", "a vector", "a float to log", "nothing"],
 )
-def test_a_loss_function_that_returns_something_else(returned: Any, tmp_path: Path) -> None:
+def test_bad_return_values_of_the_loss_are_refused(returned: Any, tmp_path: Path) -> None:
     one = task()
     one.loss = lambda model, batch: returned(model(batch[0]).square().mean())
     with pytest.raises(TrainingError, match=r"loss\(model, batch\) must return"):
         run_task(one, schedule(), new(tmp_path / "run"), quiet=True)
 
 
-def test_fp16_scales_gradients_that_would_vanish(tmp_path: Path) -> None:
+def test_fp16_scales_gradients_that_would_underflow(tmp_path: Path) -> None:
     def norms(precision: str) -> list[float]:
         one = task()
         one.model[1].p = 0.0
@@ -264,7 +264,7 @@ def test_fp16_scales_gradients_that_would_vanish(tmp_path: Path) -> None:
     assert norms("fp16") == pytest.approx(norms("float32"), rel=0.02)
 
 
-def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:
+def test_fp16_resumes_with_its_loss_scale(tmp_path: Path) -> None:
     whole, parts = task(), task(stop_at=9)
     run_task(whole, schedule(precision="fp16"), new(tmp_path / "whole"), quiet=True)
     folder = new(tmp_path / "parts")
@@ -274,7 +274,7 @@ def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
 
 
-def test_auto_is_the_best_device_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_best_available_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for cuda, mps, kind in [(False, False, "cpu"), (False, True, "mps"), (True, True, "cuda")]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda mps=mps: mps)

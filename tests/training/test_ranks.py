@@ -1,7 +1,7 @@
-"""Several processes take the steps of one: with whole and sharded weights, for each optimizer, with an EMA.
+"""Several processes match one: with whole and sharded weights, for each optimizer, with an EMA.
 
-In float64, so that only the order of sums differs. All matrices are square: the basis that SOAP starts from is
-arbitrary where a gradient has not full rank. Of 4 processes one has an empty shard of every matrix.
+In float64, so that only the order of sums differs. All matrices are square: if a gradient lacks full rank, the first
+basis of SOAP is arbitrary. One of 4 processes has an empty shard of every matrix.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unskip.training import RunFolder, Task, run_task
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
 
 OPTIMIZERS = ("adamw", "soap", "muon")
-BOUND = {"adamw": 1e-10, "soap": 1e-5, "muon": 1e-3}  # Muon orthogonalises in bfloat16, which rounds
+BOUND = {"adamw": 1e-10, "soap": 1e-5, "muon": 1e-3}  # Muon orthogonalises in bfloat16
 
 
 class Block(nn.Module):
@@ -42,7 +42,7 @@ def task(optimizer: str, **feed: Any) -> Task:
     torch.manual_seed(0)
     blocks = nn.Sequential(Block(), Block(), Block())
     model = nn.Sequential(OrderedDict(stem=nn.Linear(6, 6), blocks=blocks, head=nn.Linear(6, 6))).double()
-    model.head.weight = model.stem.weight  # tied, and saved under the name that comes first in the alphabet
+    model.head.weight = model.stem.weight  # tied, saved under the alphabetically first name
 
     def loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         x = batch[0].double()
@@ -57,7 +57,7 @@ def task(optimizer: str, **feed: Any) -> Task:
 
 
 def train(folder: Path, fsdp: bool = False, **feed: Any) -> None:
-    """A run of each optimizer, from the start or from where it was stopped."""
+    """A run of each optimizer, new or resumed."""
     for optimizer in OPTIMIZERS:
         first = os.environ.get("RANK", "0") == "0" and not (folder / optimizer).exists()
         run = new(folder / optimizer) if first else RunFolder(folder / optimizer)
@@ -65,8 +65,8 @@ def train(folder: Path, fsdp: bool = False, **feed: Any) -> None:
         run_task(task(optimizer, **feed), how, run, quiet=True)
 
 
-def left(folder: Path, optimizer: str) -> dict[str, Tensor]:
-    """The weights and their EMA at the end."""
+def final(folder: Path, optimizer: str) -> dict[str, Tensor]:
+    """The final weights and their EMA."""
     end = folder / optimizer / "checkpoints" / "step-10"
     return {
         f"{name}/{key}": value
@@ -84,13 +84,13 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(folder: Path, one: Path) -> None:
     for optimizer in OPTIMIZERS:
-        wanted, found = left(one, optimizer), left(folder, optimizer)
+        wanted, found = final(one, optimizer), final(folder, optimizer)
         assert wanted.keys() == found.keys()
         off = max(float((found[key] - value).abs().max()) for key, value in wanted.items())
         assert off < BOUND[optimizer], optimizer
 
 
-def test_two_processes_take_the_steps_of_one(tmp_path: Path, one: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path, one: Path) -> None:
     def both() -> None:
         train(tmp_path / "whole")
         train(tmp_path / "sharded", fsdp=True, stop_at=4)
@@ -103,8 +103,8 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path, one: Path) -> None:
     check(tmp_path / "sharded", one)
 
 
-def test_processes_count_broken_images_together(tmp_path: Path) -> None:
-    """So that more processes do not allow more of them; a run that is resumed names none again."""
+def test_broken_images_are_counted_over_all_processes(tmp_path: Path) -> None:
+    """More processes do not allow more of them; a resumed run does not name them again."""
 
     def go(rank: int, run: RunFolder, steps: int) -> None:
         warnings.simplefilter("ignore", UnskipWarning)
@@ -123,7 +123,7 @@ def test_processes_count_broken_images_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_sharded_run_goes_on_with_fewer_processes(tmp_path: Path, one: Path) -> None:
+def test_a_sharded_run_resumes_with_fewer_processes(tmp_path: Path, one: Path) -> None:
     on_ranks(4, tmp_path, lambda: train(tmp_path, fsdp=True, stop_at=2))
     assert {RunFolder(tmp_path / name).last_checkpoint()[0] for name in OPTIMIZERS} == {4}  # type: ignore[index]
     on_ranks(2, tmp_path, lambda: train(tmp_path, fsdp=True, stop_at=6))
@@ -133,9 +133,9 @@ def test_a_sharded_run_goes_on_with_fewer_processes(tmp_path: Path, one: Path) -
 
 
 @pytest.mark.parametrize("name", ["unskip", "pytorch_optimizer"])
-def test_soap_amplifies_rounding_where_a_gradient_has_not_full_rank(name: str) -> None:
-    """One rounding error in every gradient, in float64, after six steps: so it is in another implementation, too. Where
-    a gradient has rank 8 of 32, Adam divides what is rounding in the other directions by its size."""
+def test_soap_amplifies_rounding_of_low_rank_gradients(name: str) -> None:
+    """A float64 rounding error in every gradient of six steps, here and in another implementation. If a gradient has
+    rank 8 of 32, Adam divides the rounding error in the other directions by its own size."""
     theirs: Any = pytest.importorskip("pytorch_optimizer") if name != "unskip" else None
 
     def trained(batch: int, rounded: bool) -> Tensor:

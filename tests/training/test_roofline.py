@@ -1,4 +1,4 @@
-"""How benchmarks/roofline.py reads a trace: kernels by their names on a Hopper GPU, phases, and gaps."""
+"""Traces in benchmarks/roofline.py: kernels of a Hopper GPU by name, phases, and gaps."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
-def test_a_kernel_has_the_kind_of_its_name(kind: str, name: str) -> None:
+def test_kernel_kind_by_name(kind: str, name: str) -> None:
     assert kind in _kernels.KINDS
     assert _kernels.kind_of(name) == kind
 
 
-def test_the_kernels_of_this_package_are_the_optimizers() -> None:
+def test_kernels_of_this_package_are_optimizer_kernels() -> None:
     text = (ROOT / "src" / "unskip" / "optim" / "_triton.py").read_text(encoding="utf-8")
     names = re.findall(r"@triton\.jit\ndef (\w+)", text)
     assert "unskip_adam" in names
@@ -90,13 +90,13 @@ def event(category: str, name: str, start: float, length: float) -> dict[str, An
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "tid": 7}
 
 
-def test_a_trace_is_read_by_phase_and_kind(tmp_path: Path) -> None:
+def test_time_by_phase_and_kind(tmp_path: Path) -> None:
     trace = [
         event("gpu_user_annotation", "unskip: data", 0, 10),
-        event("kernel", "nvjet_hsh_128x256_64x4_2x1_v_bz_coopB_NNN", 0, 4),  # a crop, as a product of matrices
+        event("kernel", "nvjet_hsh_128x256_64x4_2x1_v_bz_coopB_NNN", 0, 4),  # a crop as a matrix product
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 6, 4),
         event("kernel", "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", 20, 30),
-        event("kernel", "triton_poi_fused_gelu_0", 40, 20),  # on another stream, half of it beside the last
+        event("kernel", "triton_poi_fused_gelu_0", 40, 20),  # on another stream, half of it overlaps the last
         event("gpu_user_annotation", "Optimizer.step#AdamW.step", 70, 10),
         event("kernel", "triton_poi_fused_gelu_0", 70, 10),
         event("gpu_user_annotation", "Torch-Compiled Region: 0/0", 0, 80),
@@ -112,7 +112,7 @@ def test_a_trace_is_read_by_phase_and_kind(tmp_path: Path) -> None:
     assert _kernels.largest(kernels, 1) == [("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matrix products", 30)]
 
 
-def test_without_a_gpu_operations_count_their_own_time(tmp_path: Path) -> None:
+def test_cpu_operations_count_self_time(tmp_path: Path) -> None:
     trace = [
         event("user_annotation", "unskip: data", 0, 5),
         event("cpu_op", "aten::copy_", 1, 3),

@@ -1,4 +1,4 @@
-"""Relative step sizes, and what a look at a run keeps and warns of."""
+"""Relative step sizes, and the rows and warnings of health checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vit() -> Any:
     return timm.create_model("vit_tiny_patch16_224", class_token=False, global_pool="avg", **shape)
 
 
-def test_a_step_is_measured_by_role_at_some_moments() -> None:
+def test_relative_steps_by_role() -> None:
     one = task()
     one.model = vit()
     one.sample = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -43,7 +43,7 @@ def test_a_step_is_measured_by_role_at_some_moments() -> None:
         assert row["relative_step"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_weights_that_are_not_trained_have_no_step() -> None:
+def test_frozen_weights_have_no_step() -> None:
     one = task()
     one.model = vit().requires_grad_(False)
     one.sample = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -54,7 +54,7 @@ def test_weights_that_are_not_trained_have_no_step() -> None:
     assert rows == []
 
 
-def test_rank_collapse_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_rank_collapse_warning_names_a_remedy(tmp_path: Path) -> None:
     one = task()
     one.model = vit()
     one.sample = torch.randn(4, 3, 1, 1, generator=torch.Generator().manual_seed(0)).expand(4, 3, 16, 16)
@@ -63,7 +63,7 @@ def test_rank_collapse_is_named_with_what_to_do(tmp_path: Path) -> None:
     nn.init.orthogonal_(one.model.pos_embed[0], generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings(action="ignore", category=UnskipWarning):
         watch.look(1)
-        nn.init.zeros_(one.model.pos_embed)  # and then all patches are alike
+        nn.init.zeros_(one.model.pos_embed)  # now all patches are equal
         watch.look(2)
     ((step, text),) = [
         (row["step"], row["text"]) for row in folder.read("warnings.jsonl") if row["warning"] == "collapsed-tokens"

@@ -1,4 +1,4 @@
-"""Trackers hold what metrics.jsonl says, each step once, after a stop too; offline."""
+"""Trackers log the rows of metrics.jsonl, each step once, also in a resumed run; offline."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     interrupted(tmp_path / "run", "wandb")
     files = [*(tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")]
-    # Before the stop and after it. Folders are named by the second, so both may be in one; files by the run's id.
+    # Files are named by the id of the run; folders by the second, so both parts of the run may share one.
     assert len({file.name for file in files}) == 1
     content = b"".join(file.read_bytes() for file in files)
     assert b"train/loss" in content
     assert b"bias/bias" in content
 
 
-@pytest.mark.parametrize(("name", "said"), [("wandbb", "nearest: wandb"), ("aim", "pip install aim")])
-def test_one_that_is_unknown_or_missing(name: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=said):
+@pytest.mark.parametrize(("name", "message"), [("wandbb", "nearest: wandb"), ("aim", "pip install aim")])
+def test_unknown_and_missing_trackers_are_refused(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=message):
         run_task(task(), schedule(tracker=name), new(tmp_path / "run"), quiet=True)
 
 
-def test_one_that_fails_to_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As W&B does where nobody has logged in."""
-    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.start", broken)
+def test_a_tracker_that_fails_to_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As W&B does without a login."""
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.start", fail)
     with pytest.raises(BadInput, match=r"tracker tensorboard cannot be started: no server"):
         run_task(task(), schedule(tracker="tensorboard"), new(tmp_path / "run"), quiet=True)
 
 
-def test_one_that_fails_later_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", broken)
+def test_a_tracker_that_fails_later_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", fail)
     with pytest.warns(UnskipWarning, match=r"tracker tensorboard stops at step 4: no server") as found:
         assert run_task(task(), schedule(tracker="tensorboard"), new(tmp_path / "run"), quiet=True).finished
     assert len(found) == 1
 
 
-def broken(*_: object, **__: object) -> None:
+def fail(*_: object, **__: object) -> None:
     raise RuntimeError("no server")

@@ -1,4 +1,4 @@
-"""A small model, and a saved one."""
+"""A small ViT, and a saved copy of a rewired one."""
 
 from __future__ import annotations
 

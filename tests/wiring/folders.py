@@ -1,4 +1,4 @@
-"""Models that are saved, and ways to damage the folders they are saved in."""
+"""Small models to save, and helpers that damage a saved folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gpt2() -> nn.Module:
 
 
 def edit(folder: Path, change: Any) -> None:
-    """Changes the record."""
+    """Applies `change` to the record of a saved folder."""
     path = folder / "unskip.json"
     record = json.loads(path.read_text())
     change(record)
@@ -62,13 +62,13 @@ def put(*keys: str | int, value: Any) -> Any:
 
 
 def damage_weights(folder: Path, data: bytes) -> None:
-    """Weights that are none, with a record that vouches for them."""
+    """Replaces the weights by `data` and records its checksum."""
     (folder / "model.safetensors").write_bytes(data)
     edit(folder, put("sha256", "model.safetensors", value=hashlib.sha256(data).hexdigest()))
 
 
 def snapshot(model: nn.Module) -> Any:
-    """All that loading could change in a model."""
+    """Everything that loading could change in a model."""
     modules = [(path, type(module), dict(vars(module))) for path, module in model.named_modules()]
     attributes = [(path, cls, {k: v for k, v in data.items() if not k.startswith("_")}) for path, cls, data in modules]
     names = [(path, sorted(data)) for path, _, data in modules]

@@ -1,4 +1,4 @@
-"""Rules: one of every sort, and drawn at random."""
+"""Example rules of every kind, and hypothesis strategies that draw rules."""
 
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""Rewiring on a GPU: same formula, autocast, graphs, compiled code."""
+"""Rewired models on a GPU: the formula, autocast, CUDA graphs and torch.compile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def images() -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_the_formula_holds_on_the_device() -> None:
+def test_forward_matches_the_formula() -> None:
     model, x = vit(), images()
     wiring = unskip.rewire(model, Scale(0.5, 0.7))
     assert wiring.verified
@@ -36,7 +36,7 @@ def test_the_formula_holds_on_the_device() -> None:
     assert torch.allclose(model(x), expected, atol=1e-5)
 
 
-def test_autocast_keeps_the_dtype_of_the_stream() -> None:
+def test_autocast_keeps_the_stream_dtype() -> None:
     model, x = vit(), images()
     with torch.autocast("cuda", torch.bfloat16):
         plain = {i: value.dtype for i, value in unskip.features(model, x, pool=None).items()}
@@ -46,7 +46,7 @@ def test_autocast_keeps_the_dtype_of_the_stream() -> None:
 
 
 @torch.no_grad()
-def test_a_captured_graph_follows_an_annealed_weight() -> None:
+def test_cuda_graph_follows_annealed_weights() -> None:
     model, x = vit(), images()
     wiring = unskip.rewire(model, Anneal(Keep(), Decay(0.2), steps=10))
     wiring.step(1)

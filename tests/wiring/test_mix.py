@@ -1,4 +1,4 @@
-"""alpha * stream + beta * branch: every form of the weights, in place or not, agrees with the formula in float64."""
+"""mix computes alpha * stream + beta * branch for every form of the weights, in place or not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ weights = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 2))
     tensors=st.sampled_from(["", "a", "b", "ab"]),
     into=st.sampled_from([None, "stream", "branch"]),
 )
-def test_agrees_with_the_formula(alpha: float, beta: float, tensors: str, into: str | None) -> None:
+def test_mix_matches_the_formula(alpha: float, beta: float, tensors: str, into: str | None) -> None:
     generator = torch.Generator().manual_seed(3)
     stream, branch = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
     expected = alpha * stream + beta * branch
@@ -29,14 +29,13 @@ def test_agrees_with_the_formula(alpha: float, beta: float, tensors: str, into: 
     assert torch.allclose(result, expected, rtol=1e-14, atol=1e-14)
     if into is not None:
         assert result is operands[into]
-    other = {"stream": branch, "branch": stream}
     for name, value in operands.items():
         if name != into:
-            assert torch.equal(value, stream if name == "stream" else branch), other
+            assert torch.equal(value, stream if name == "stream" else branch), name
 
 
 @pytest.mark.parametrize("into", [None, "stream", "branch"])
-def test_weights_of_one_are_the_plain_sum_bit_for_bit(into: str | None) -> None:
+def test_unit_weights_give_the_plain_sum_exactly(into: str | None) -> None:
     stream, branch = torch.randn(50, 7), torch.randn(50, 7)
     expected = stream + branch
     assert torch.equal(mix(stream, branch, 1.0, 1.0, into), expected)  # type: ignore[arg-type]
@@ -50,21 +49,21 @@ def test_a_cut_stream_is_not_read(into: str | None) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, torch.tensor(0.5)])
-def test_the_result_has_the_dtype_of_the_sum(alpha: float) -> None:
+def test_result_has_the_promoted_dtype(alpha: float) -> None:
     wide, narrow = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bfloat16)
     assert mix(wide, narrow, alpha, 1.0).dtype == torch.float32
     assert mix(narrow, wide, alpha, 1.0).dtype == torch.float32
     assert mix(narrow, narrow, alpha, 1.0).dtype == torch.bfloat16
 
 
-def test_autocast_does_not_widen_a_stream_of_tensor_weights() -> None:
+def test_autocast_keeps_bfloat16_with_a_tensor_weight() -> None:
     narrow = torch.ones(2, 3, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         assert mix(narrow, narrow, torch.tensor(0.5), 1.0).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("learned", ["site", "channel"])
-def test_a_learned_weight_gets_its_gradient(learned: str) -> None:
+def test_learned_weight_gradient(learned: str) -> None:
     stream, branch = torch.randn(5, 3), torch.randn(5, 3)
     alpha = torch.full((3,) if learned == "channel" else (), 0.5, requires_grad=True)
     mix(stream, branch, alpha, 1.0).sum().backward()
@@ -73,7 +72,7 @@ def test_a_learned_weight_gets_its_gradient(learned: str) -> None:
     assert torch.allclose(alpha.grad, expected)
 
 
-def test_in_place_forms_keep_gradients() -> None:
+def test_in_place_mix_keeps_gradients() -> None:
     base = torch.randn(4, 3, requires_grad=True)
     out = mix(base * 1, base * 2, 0.5, 0.7, "stream")
     out.sum().backward()
@@ -81,7 +80,7 @@ def test_in_place_forms_keep_gradients() -> None:
     assert torch.allclose(base.grad, torch.full((4, 3), 0.5 + 1.4))
 
 
-def test_an_annealed_weight_is_a_number_in_eager_mode_and_a_tensor_in_a_graph() -> None:
+def test_annealed_weight_is_a_tensor_in_a_compiled_graph() -> None:
     alpha = Held(0.5, torch.tensor(0.5), annealed=True)
     stream, branch = torch.randn(3, 4), torch.randn(3, 4)
     expected = 0.5 * stream + branch
@@ -97,8 +96,8 @@ def test_an_annealed_weight_is_a_number_in_eager_mode_and_a_tensor_in_a_graph() 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_compiled_graph_does_not_round_the_weight(dtype: torch.dtype) -> None:
-    """bfloat16 has 0.7578 for 0.76: the sum is computed in float32 at least, and rounded once."""
+def test_compiled_graph_does_not_round_the_weight(dtype: torch.dtype) -> None:
+    """bfloat16 rounds 0.76 to 0.7578: the sum is computed in float32 or wider and rounded once."""
     stream, branch = torch.randn(500, dtype=dtype), torch.randn(500, dtype=dtype)
     expected = (0.76 * stream.double() + branch.double()).to(dtype)
     for into in (None, "stream", "branch"):
@@ -113,8 +112,8 @@ def test_a_compiled_graph_does_not_round_the_weight(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, torch.tensor(0.5)], ids=str)
 @pytest.mark.parametrize("beta", [0.5, 1.0, torch.tensor(0.5)], ids=str)
-def test_the_sum_lies_in_memory_as_that_of_the_operands(alpha: float, beta: float) -> None:
-    """A model may take a view of the sum that only the layout of its left operand allows."""
+def test_result_has_the_strides_of_the_plain_sum(alpha: float, beta: float) -> None:
+    """A model may take a view of the sum that requires the memory layout of the left operand."""
     plain, turned = torch.randn(2, 3, 4), torch.randn(2, 4, 3).transpose(1, 2)
     for stream, branch in ((plain, turned), (turned, plain)):
         expected = alpha * stream + beta * branch

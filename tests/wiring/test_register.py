@@ -1,4 +1,4 @@
-"""A rule defined outside the library: by text, JSON, rewire, save, load, and in a process that has or lacks it."""
+"""User-defined rules: text and JSON forms, rewire, save, and load in a process with or without the rule."""
 
 import json
 import pickle
@@ -22,15 +22,15 @@ X = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
-def _registry() -> Iterator[None]:
-    """What a test registers is gone after it."""
+def restore_registry() -> Iterator[None]:
+    """Unregisters the rules that a test registered."""
     before = dict(_RULES)
     yield
     _RULES.clear()
     _RULES.update(before)
 
 
-def lessen() -> type[Shortcut]:
+def register_lessen() -> type[Shortcut]:
     @register
     @dataclass(frozen=True)
     class Lessen(Shortcut):
@@ -46,8 +46,8 @@ def lessen() -> type[Shortcut]:
     return Lessen
 
 
-def test_a_rule_of_ones_own_goes_through_text_and_json() -> None:
-    kind = lessen()
+def test_custom_rule_text_and_json_round_trip() -> None:
+    kind = register_lessen()
     rule = parse("lessen:0.25,from_site=1")
     assert rule == kind(0.25, 1)
     assert type(rule.from_site) is int
@@ -60,8 +60,8 @@ def test_a_rule_of_ones_own_goes_through_text_and_json() -> None:
     assert annealed.weights(2, step=5) == [(0.625, 1.0)] * 2
 
 
-def test_rewire_takes_it_by_text_and_computes_with_its_weights() -> None:
-    lessen()
+def test_rewire_with_a_custom_rule() -> None:
+    register_lessen()
     model = h.Nested().eval()
     wiring = unskip.rewire(model, "lessen:0.25,from_site=1", X)
     assert wiring.alphas == [1.0, 0.25]
@@ -71,9 +71,9 @@ def test_rewire_takes_it_by_text_and_computes_with_its_weights() -> None:
         torch.testing.assert_close(model(X), got, rtol=0, atol=0)
 
 
-def test_a_learnable_rule_is_not_tied_to_one_class() -> None:
+def test_custom_learnable_rule() -> None:
     @register
-    class Ramp(Shortcut):  # made a frozen dataclass by register
+    class Ramp(Shortcut):  # register makes it a frozen dataclass
         end: float = 0.5
         name = "ramp"
         form = "ramp:0.5"
@@ -94,7 +94,7 @@ def test_a_learnable_rule_is_not_tied_to_one_class() -> None:
         Anneal(Keep(), parse("ramp:0.5"), 5)
 
 
-def test_a_rule_that_moves_over_training() -> None:
+def test_custom_rule_that_depends_on_the_step() -> None:
     @register
     class Bump(Shortcut):
         steps: int = 8
@@ -103,7 +103,7 @@ def test_a_rule_that_moves_over_training() -> None:
         numbers = ("steps",)
 
         def weights_at(self, count: int, runs: tuple[int, ...], step: int) -> Iterable[tuple[float, float]]:
-            return [(0.5 if 0 < step < self.steps else 1.0, 1.0)] * count  # ends where it began
+            return [(0.5 if 0 < step < self.steps else 1.0, 1.0)] * count  # the last weights equal the first
 
     wiring = unskip.rewire(h.Nested(), "bump:8", X)
     seen = []
@@ -149,7 +149,7 @@ else:
 """
 
 
-def test_a_saved_rule_is_loaded_where_its_module_is_imported_and_named_where_not(tmp_path: Path) -> None:
+def test_loading_a_custom_rule_needs_its_module(tmp_path: Path) -> None:
     (tmp_path / "fade_rules.py").write_text(PLUGIN)
     assert python_in(tmp_path, SAVE) == (0, "", "")
     assert python_in(tmp_path, f"import fade_rules{LOAD}") == (0, "[1.0, 0.5]\n", "")
@@ -160,7 +160,7 @@ def test_a_saved_rule_is_loaded_where_its_module_is_imported_and_named_where_not
     assert "damaged" not in refused
 
 
-def test_a_pickled_model_keeps_a_rule_of_ones_own() -> None:
+def test_pickled_model_keeps_a_custom_rule() -> None:
     model = h.Nested()
     unskip.rewire(model, At(0.5), X)
     assert Wiring.of(pickle.loads(pickle.dumps(model))).alphas == [0.5, 1.0]
@@ -179,7 +179,7 @@ class At(Shortcut):
         return [(self.alpha, 1.0)] + [(1.0, 1.0)] * (count - 1)
 
 
-def test_load_names_a_rule_that_was_never_registered(tmp_path: Path) -> None:
+def test_load_error_names_an_unregistered_rule(tmp_path: Path) -> None:
     model = h.Nested()
     unskip.rewire(model, At(0.5), X)
     unskip.save(model, tmp_path)
@@ -187,43 +187,43 @@ def test_load_names_a_rule_that_was_never_registered(tmp_path: Path) -> None:
         unskip.load(tmp_path, h.Nested())
 
 
-def made(**attributes: Any) -> type[Shortcut]:
+def rule_class(**attributes: Any) -> type[Shortcut]:
     body = {"name": "odd", "form": "odd:1", "weights_at": lambda *_: [], "__module__": __name__, **attributes}
     return type("Odd", (Shortcut,), body)
 
 
 @pytest.mark.parametrize(
-    ("kind", "fact"),
+    ("kind", "message"),
     [
         (int, "Shortcut"),
-        (made(name="Odd Name"), "name"),
-        (made(name="a:b"), "name"),
-        (made(form="other:1"), "form"),
-        (made(numbers=("missing",)), "missing"),
-        (made(name="cut", form="cut"), "taken"),
-        (dataclass(made()), "frozen"),
+        (rule_class(name="Odd Name"), "name"),
+        (rule_class(name="a:b"), "name"),
+        (rule_class(form="other:1"), "form"),
+        (rule_class(numbers=("missing",)), "missing"),
+        (rule_class(name="cut", form="cut"), "taken"),
+        (dataclass(rule_class()), "frozen"),
     ],
 )
-def test_what_cannot_be_registered(kind: Any, fact: str) -> None:
+def test_bad_rules_are_not_registered(kind: Any, message: str) -> None:
     before = dict(_RULES)
-    with pytest.raises(BadInput, match=fact):
+    with pytest.raises(BadInput, match=message):
         register(kind)
     assert before == _RULES
 
 
-def test_defining_a_rule_again_replaces_it_and_another_of_its_name_is_refused() -> None:
-    first, second = lessen(), lessen()
+def test_redefinition_replaces_a_rule_but_a_name_clash_is_refused() -> None:
+    first, second = register_lessen(), register_lessen()
     assert type(parse("lessen:0.5")) is second is not first
     with pytest.raises(BadInput, match="taken"):
-        register(made(name="lessen", form="lessen:1"))
+        register(rule_class(name="lessen", form="lessen:1"))
 
 
 @pytest.mark.parametrize(
     "pairs",
     [[(1.0, 1.0)], [(1.0, 1.0)] * 3, [(1.0,)] * 2, [(1.0, float("nan"))] * 2, [("1", 1.0)] * 2, [1.0, 0.5], 1.0],
 )
-def test_weights_that_are_not_one_finite_pair_a_site_are_refused(pairs: Any) -> None:
-    kind = register(made(weights_at=lambda self, count, runs, step: pairs))
+def test_invalid_weights_are_refused(pairs: Any) -> None:
+    kind = register(rule_class(weights_at=lambda self, count, runs, step: pairs))
     with pytest.raises(BadInput, match="weights_at"):
         kind().weights(2)
 
@@ -232,38 +232,38 @@ def test_weights_that_are_not_one_finite_pair_a_site_are_refused(pairs: Any) -> 
     "text",
     ["cut", "scale:0,1", "decay:0", "decay:0,cosine", "anneal:keep>scale:0,1@10", "anneal:cut>keep@10", "learn:0"],
 )
-def test_a_rule_that_cuts_is_known_by_its_weights(text: str) -> None:
+def test_rules_that_cut(text: str) -> None:
     assert parse(text).cuts(24)
 
 
 @pytest.mark.parametrize(
     "rule", [Keep(), Decay(0.6), Decay.to_product(1e-3), Scale(0.1, 0), Learn(), Anneal(Keep(), Decay(0.1), 5)], ids=str
 )
-def test_a_rule_that_does_not(rule: Shortcut) -> None:
+def test_rules_that_do_not_cut(rule: Shortcut) -> None:
     assert not rule.cuts(24)
 
 
-def test_whether_a_decay_reaches_zero_depends_on_the_sites() -> None:
-    rule = Decay(0.0, back=True)  # its minimum shows only where a site lies in the middle
+def test_decay_to_zero_cuts_only_with_a_site_at_the_minimum() -> None:
+    rule = Decay(0.0, back=True)  # only an odd count has a site at the minimum
     assert [rule.cuts(count) for count in (1, 2, 3, 4, 5)] == [True, False, True, False, True]
     assert not Cut().cuts(0)
 
 
-def test_a_rule_that_moves_says_when_it_stops() -> None:
-    kind = register(made(weights_at=lambda self, count, runs, step: [(1 / (1 + step), 1.0)] * count))
+def test_rule_that_depends_on_the_step_must_set_steps() -> None:
+    kind = register(rule_class(weights_at=lambda self, count, runs, step: [(1 / (1 + step), 1.0)] * count))
     with pytest.raises(BadInput, match="steps"):
         kind().weights(2)
 
 
 @pytest.mark.parametrize("method", [None, lambda self, count, step: []])
-def test_weights_at_is_checked_when_a_rule_is_registered(method: Any) -> None:
-    kind = made(weights_at=method) if method else type("Odd", (Shortcut,), {"name": "odd", "form": "odd:1"})
+def test_register_checks_weights_at(method: Any) -> None:
+    kind = rule_class(weights_at=method) if method else type("Odd", (Shortcut,), {"name": "odd", "form": "odd:1"})
     with pytest.raises(BadInput, match="weights_at"):
         register(kind)
 
 
-def test_a_cut_on_the_way_is_a_cut() -> None:
+def test_temporary_cut_counts_as_a_cut() -> None:
     def at(self: Any, count: int, runs: tuple[int, ...], step: int) -> list[tuple[float, float]]:
         return [(0.0 if 0 < step < 4 else 1.0, 1.0)] * count
 
-    assert register(made(weights_at=at, steps=4))().cuts(2)
+    assert register(rule_class(weights_at=at, steps=4))().cuts(2)

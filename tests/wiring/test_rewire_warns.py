@@ -1,4 +1,4 @@
-"""Rewiring warns of what will not train, or was left alone."""
+"""Warnings of rewire: weights that would not train, and additions left unchanged."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def test_cutting_a_projected_shortcut_warns_of_unused_weights() -> None:
     assert torch.equal(model(X), model.f(X))
 
 
-def test_a_warning_points_at_the_line_that_called() -> None:
+def test_warnings_point_at_the_caller() -> None:
     model = h.Projected()
-    with pytest.warns(UnskipWarning) as at_first:
+    with pytest.warns(UnskipWarning) as from_rewire:
         wiring = unskip.rewire(model, Cut(), X, where=lambda site: site.projected)
-    with pytest.warns(UnskipWarning) as later:
+    with pytest.warns(UnskipWarning) as from_set:
         wiring.set(Cut(), where=lambda site: site.projected)
     with (
-        pytest.warns(UnskipWarning) as for_a_while,
+        pytest.warns(UnskipWarning) as in_context,
         unskip.rewired(model, Cut(), X, where=lambda site: site.projected),
     ):
         pass
-    assert [each.filename for each in (*at_first, *later, *for_a_while)] == [__file__] * 3
+    assert [each.filename for each in (*from_rewire, *from_set, *in_context)] == [__file__] * 3
 
 
-def test_cutting_a_silent_branch_warns() -> None:
+def test_cutting_at_a_near_zero_branch_warns() -> None:
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, num_heads=2, depth=1, init_values=1e-6
     )
@@ -61,7 +61,7 @@ def test_cutting_under_drop_path_warns() -> None:
         unskip.rewire(model, Cut())
 
 
-def test_additions_that_were_left_alone_are_warned_of() -> None:
+def test_unsupported_addition_warns() -> None:
     with pytest.warns(UnskipWarning, match=r"torch\.lerp"):
         unskip.rewire(d.TrainingFused(), Cut(), X)
 

@@ -1,4 +1,4 @@
-"""save and load: equal models back, with their builders, dtypes and implementations."""
+"""save and load restore a model with its builder, dtypes and attention implementation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_round_trip(tmp_path: Path, rule: Any) -> None:
         assert type(again.blocks[0]) is timm.models.vision_transformer.Block
 
 
-def test_a_learned_weight_that_is_no_number_any_more_is_saved_as_json(tmp_path: Path) -> None:
+def test_nonfinite_learned_weights_are_saved_as_valid_json(tmp_path: Path) -> None:
     model = vit()
     unskip.rewire(model, Learn(0.5))
     learned = [parameter for parameter in model.parameters() if parameter.ndim == 0]
@@ -67,8 +67,8 @@ def test_a_learned_weight_that_is_no_number_any_more_is_saved_as_json(tmp_path: 
     assert str(Wiring.of(unskip.load(tmp_path / "m")).alphas) == "[nan, -inf, 0.5, 0.5]"
 
 
-def test_a_site_of_a_stream_that_is_zero_is_saved_as_json(tmp_path: Path) -> None:
-    """An embedding that starts at zero: what the branch is to the stream is infinite."""
+def test_infinite_branch_ratio_is_saved_as_valid_json(tmp_path: Path) -> None:
+    """A stream of zeros, as from a zero-initialised embedding, gives an infinite ratio of branch to stream."""
     model = h.PreNorm()
     wiring = unskip.rewire(model, Decay(0.5), torch.zeros_like(X))
     assert wiring.sites[0].ratio == torch.inf
@@ -77,7 +77,7 @@ def test_a_site_of_a_stream_that_is_zero_is_saved_as_json(tmp_path: Path) -> Non
     assert Wiring.of(unskip.load(tmp_path / "m", h.PreNorm())).sites == wiring.sites
 
 
-def test_a_predicate_is_saved_as_the_sites_it_picked(tmp_path: Path) -> None:
+def test_predicate_is_saved_as_its_sites(tmp_path: Path) -> None:
     model = vit()
     unskip.rewire(model, Cut(), where=lambda site: site.index in (0, 3))
     unskip.save(model, tmp_path, builder=VIT)
@@ -97,7 +97,7 @@ def dit() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [bert, gpt2, dit])
-def test_configurations_are_recorded(tmp_path: Path, build: Any) -> None:
+def test_configs_are_recorded(tmp_path: Path, build: Any) -> None:
     model = build()
     unskip.rewire(model, Decay(0.6))
     unskip.save(model, tmp_path)
@@ -127,7 +127,7 @@ def test_a_plain_timm_model_is_recorded_by_name(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_arguments_of_a_timm_model_are_recorded(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_timm_arguments_are_recorded(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     model = timm.create_model(name, **options)
     unskip.rewire(model, Learn(0.5))
     unskip.save(model, tmp_path)
@@ -136,9 +136,9 @@ def test_the_arguments_of_a_timm_model_are_recorded(tmp_path: Path, name: str, o
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-def test_a_torchvision_model_is_recorded_by_the_name_that_builds_it(tmp_path: Path) -> None:
-    model = torchvision.models.resnet34(num_classes=7).eval()  # the second name of its file
-    unskip.rewire(model, Learn(0.5))  # adds weights that no name builds
+def test_torchvision_model_is_recorded_by_name(tmp_path: Path) -> None:
+    model = torchvision.models.resnet34(num_classes=7).eval()  # not the first builder of its module
+    unskip.rewire(model, Learn(0.5))  # adds weights that the builder does not
     state = torch.get_rng_state()
     unskip.save(model, tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
@@ -157,13 +157,13 @@ def test_a_torchvision_model_is_recorded_by_the_name_that_builds_it(tmp_path: Pa
         ("convnext_tiny", {}),
     ],
 )
-def test_names_and_arguments_of_torchvision(name: str, kwargs: dict[str, int]) -> None:
+def test_torchvision_names_and_arguments(name: str, kwargs: dict[str, int]) -> None:
     with torch.device("meta"):
         model = torchvision.models.get_model(name, **kwargs)
     assert record_of(model, None) == {"spec": f"torchvision:{name}", "kwargs": kwargs}
 
 
-def test_a_library_model_that_no_name_builds_is_saved_with_a_warning(tmp_path: Path) -> None:
+def test_modified_library_model_is_saved_with_a_warning(tmp_path: Path) -> None:
     changed = torchvision.models.resnet18()
     changed.fc = nn.Sequential(nn.Linear(512, 16), nn.Linear(16, 10))
     with pytest.warns(UnskipWarning, match=r"ResNet.*model=") as said:
@@ -177,7 +177,7 @@ def test_a_library_model_that_no_name_builds_is_saved_with_a_warning(tmp_path: P
         assert record_of(dropped, None) is None
 
 
-def test_a_model_that_cannot_be_built_is_asked_for(tmp_path: Path) -> None:
+def test_load_without_a_builder_needs_a_model(tmp_path: Path) -> None:
     model = h.PreNorm()
     unskip.rewire(model, Cut(), X)
     unskip.save(model, tmp_path)
@@ -187,7 +187,7 @@ def test_a_model_that_cannot_be_built_is_asked_for(tmp_path: Path) -> None:
     assert torch.equal(again(X), model(X))
 
 
-def test_a_function_of_a_file_builds_it_in_another_process(tmp_path: Path) -> None:
+def test_builder_file_in_another_process(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from tests.anatomy.handmade import Loop\n\ndef build(depth=2):\n    return Loop(depth)\n")
     model = h.Loop(4)
@@ -199,7 +199,7 @@ def test_a_function_of_a_file_builds_it_in_another_process(tmp_path: Path) -> No
     assert float(out) == pytest.approx(model(X).double().sum().item(), rel=1e-5)
 
 
-def test_tied_weights_survive(tmp_path: Path) -> None:
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     model = gpt2()
     unskip.save(model, tmp_path)
     again = unskip.load(tmp_path)
@@ -228,12 +228,12 @@ def test_no_pickle_is_written(folder: Path) -> None:
 
 @pytest.mark.parametrize("rule", [None, Decay(0.6), Learn(0.5), Anneal(Keep(), Cut(), steps=10)], ids=str)
 @pytest.mark.parametrize("given_model", [False, True])
-def test_dtypes_come_back(tmp_path: Path, rule: Any, given_model: bool) -> None:
+def test_dtypes_are_restored(tmp_path: Path, rule: Any, given_model: bool) -> None:
     model = vit()
     if rule is not None:
         unskip.rewire(model, rule).step(5)
     model.bfloat16()
-    model.norm.float()  # as in mixed models
+    model.norm.float()  # a mixed-precision model
     unskip.save(model, tmp_path, builder=VIT)
     fresh = vit() if given_model else None
     parameters = list(fresh.parameters()) if fresh is not None else []
@@ -242,13 +242,13 @@ def test_dtypes_come_back(tmp_path: Path, rule: Any, given_model: bool) -> None:
     assert {k: v.dtype for k, v in again.named_buffers()} == {k: v.dtype for k, v in model.named_buffers()}
     assert all(torch.equal(v, again.state_dict()[k]) for k, v in model.state_dict().items())
     names = {id(p) for p in again.parameters()}
-    assert all(id(p) in names for p in parameters)  # an optimizer may hold them
+    assert all(id(p) in names for p in parameters)  # an optimizer may already hold them
     model.norm.bfloat16()
     again.norm.bfloat16()
     assert torch.equal(again(IMAGES.bfloat16()), model(IMAGES.bfloat16()))
 
 
-def test_buffers_that_are_no_weights_come_back_in_their_dtype(tmp_path: Path) -> None:
+def test_nonpersistent_buffers_keep_their_dtype(tmp_path: Path) -> None:
     ids = torch.arange(12)[None]
     model = rope(100.0).bfloat16()
     unskip.save(model, tmp_path)
@@ -264,7 +264,7 @@ def test_tied_weights_stay_tied_in_another_dtype(tmp_path: Path) -> None:
     assert again.lm_head.weight.dtype == torch.bfloat16
     alias = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     alias[1].weight.data = alias[0].weight.data
-    unskip.save(alias.double(), tmp_path / "alias")  # .double() unties what only shares memory
+    unskip.save(alias.double(), tmp_path / "alias")  # .double() separates tensors that only share memory
     alias = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     alias[1].weight.data = alias[0].weight.data
     with pytest.raises(LoadError, match="does not fit the weights"):
@@ -274,7 +274,7 @@ def test_tied_weights_stay_tied_in_another_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_the_attention_implementation_comes_back(tmp_path: Path, implementation: str) -> None:
+def test_attention_implementation_is_restored(tmp_path: Path, implementation: str) -> None:
     model = gpt2()
     model.set_attn_implementation(implementation)
     unskip.save(model, tmp_path)
@@ -282,7 +282,7 @@ def test_the_attention_implementation_comes_back(tmp_path: Path, implementation:
 
 
 @pytest.mark.filterwarnings("error::unskip.errors.UnskipWarning")
-def test_a_vocabulary_of_another_size_comes_back(tmp_path: Path) -> None:
+def test_resized_vocabulary_is_restored(tmp_path: Path) -> None:
     model = gpt2()
     tokens = torch.tensor([[3, 59, 1]])
     unskip.rewire(model, Decay(0.6))
@@ -292,15 +292,15 @@ def test_a_vocabulary_of_another_size_comes_back(tmp_path: Path) -> None:
     assert torch.equal(again.eval()(tokens)[0], model.eval()(tokens)[0])
 
 
-def test_infinities_of_a_configuration_come_back(tmp_path: Path) -> None:
-    """transformers writes them as a mapping, and does not read that."""
+def test_infinite_config_values_are_restored(tmp_path: Path) -> None:
+    """transformers writes them as a mapping that it cannot read."""
     config = Mamba2Config(hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8, state_size=4, vocab_size=50)
     assert config.time_step_limit[1] == float("inf")
     unskip.save(Mamba2Model(config), tmp_path)
     assert unskip.load(tmp_path).config.time_step_limit[1] == float("inf")
 
 
-def test_the_attention_implementations_of_inner_configurations_come_back(tmp_path: Path) -> None:
+def test_attention_implementations_of_subconfigs_are_restored(tmp_path: Path) -> None:
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**small, "vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = CLIPConfig(text_config=text, vision_config={**small, "image_size": 16, "patch_size": 8}, projection_dim=8)
@@ -311,10 +311,10 @@ def test_the_attention_implementations_of_inner_configurations_come_back(tmp_pat
     assert again.vision_config._attn_implementation == "sdpa"
 
 
-# --- What cannot be saved or loaded into ------------------------------------------------------------------------------
+# --- Refused models and folders ---------------------------------------------------------------------------------------
 
 
-def test_a_model_without_values_is_refused(tmp_path: Path, folder: Path) -> None:
+def test_meta_models_are_refused(tmp_path: Path, folder: Path) -> None:
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", **VIT["kwargs"])
     with pytest.raises(BadInput, match="meta device"):
@@ -325,14 +325,14 @@ def test_a_model_without_values_is_refused(tmp_path: Path, folder: Path) -> None
     assert torch.equal(again.eval()(IMAGES), unskip.load(folder).eval()(IMAGES))
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_saving_over_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(BadInput, match="is a file"):
         unskip.save(vit(), tmp_path / "file", builder=VIT)
     assert (tmp_path / "file").read_text() == "mine"
 
 
-class Counting(nn.Linear):
+class ExtraState(nn.Linear):
     def get_extra_state(self) -> int:
         return 3
 
@@ -340,19 +340,19 @@ class Counting(nn.Linear):
         pass
 
 
-def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+def test_non_tensor_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"_extra_state .* not a tensor"):
-        unskip.save(Counting(2, 2), tmp_path / "m")
+        unskip.save(ExtraState(2, 2), tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
 
-def test_train_and_eval_are_left_to_the_caller(folder: Path) -> None:
+def test_load_does_not_change_the_training_mode(folder: Path) -> None:
     assert unskip.load(folder).training
     assert not unskip.load(folder, model=vit().eval()).training
     assert unskip.load(folder, model=vit().train()).training
 
 
-def test_a_step_before_the_first_is_refused() -> None:
+def test_negative_step_is_refused() -> None:
     wiring = unskip.rewire(vit(), Anneal(Keep(), Cut(), steps=10))
     with pytest.raises(BadInput, match="0 or more, got -1"):
         wiring.step(-1)

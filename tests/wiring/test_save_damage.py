@@ -1,4 +1,4 @@
-"""A damaged folder is refused with a specific error, and nothing is half loaded."""
+"""load refuses a damaged folder with a specific error and leaves the given model unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unskip.errors import BadInput, LoadError
 
 
 @pytest.mark.parametrize("place", ["saved", "checkpoints/step-40", "checkpoints/step-40/encoder"])
-def test_a_folder_around_a_saved_model_is_told_the_one_inside(tmp_path: Path, place: str) -> None:
+def test_load_error_suggests_a_saved_subfolder(tmp_path: Path, place: str) -> None:
     unskip.save(nn.Linear(2, 2), tmp_path / place)
     with pytest.raises(LoadError, match=f"no unskip.json.*such as .*{place}"):
         unskip.load(tmp_path)
@@ -75,7 +75,7 @@ def test_a_folder_around_a_saved_model_is_told_the_one_inside(tmp_path: Path, pl
         (lambda f: edit(f, put("class", value=None)), "damaged, class holds a NoneType"),
     ],
 )
-def test_a_bad_folder_is_refused_and_nothing_is_half_loaded(folder: Path, damage: Any, message: str) -> None:
+def test_damaged_folders_are_refused_without_a_partial_load(folder: Path, damage: Any, message: str) -> None:
     damage(folder)
     with pytest.raises(LoadError, match=message):
         unskip.load(folder)
@@ -100,16 +100,14 @@ def test_a_bad_folder_is_refused_and_nothing_is_half_loaded(folder: Path, damage
         ({}, "no known builder"),
     ],
 )
-def test_a_bad_builder_in_the_record_is_refused_and_a_given_model_still_loads(
-    folder: Path, builder: Any, message: str
-) -> None:
+def test_bad_recorded_builder_needs_a_given_model(folder: Path, builder: Any, message: str) -> None:
     edit(folder, put("builder", value=builder))
     with pytest.raises(LoadError, match=message):
         unskip.load(folder)
     assert Wiring.of(unskip.load(folder, model=vit())).alphas == [0.5] * 4
 
 
-def test_a_model_of_other_shapes_is_left_as_it_was(folder: Path) -> None:
+def test_model_with_other_shapes_is_unchanged(folder: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", **{**VIT["kwargs"], "embed_dim": 32})
     before = snapshot(model)
     with pytest.raises(LoadError, match="is 32 instead of 16"):
@@ -118,7 +116,7 @@ def test_a_model_of_other_shapes_is_left_as_it_was(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("drop", ["head.bias", "blocks.1.unskip_alpha0"])
-def test_weights_that_lack_one_leave_a_model_without_its_wiring(folder: Path, drop: str) -> None:
+def test_missing_weight_leaves_the_model_unchanged(folder: Path, drop: str) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors[drop]
     damage_weights(folder, to_bytes({name: value.bfloat16() for name, value in tensors.items()}))
@@ -129,7 +127,7 @@ def test_weights_that_lack_one_leave_a_model_without_its_wiring(folder: Path, dr
     assert unchanged(model, before)
 
 
-def test_malformed_buffers_are_refused_also_where_they_are_not_compared(folder: Path) -> None:
+def test_malformed_buffers_are_refused_with_strict_false(folder: Path) -> None:
     edit(folder, put("buffers", value={"a": {"dtype": "manual_seed"}}))
     model = vit()
     before = snapshot(model)
@@ -139,7 +137,7 @@ def test_malformed_buffers_are_refused_also_where_they_are_not_compared(folder: 
 
 
 class Vector(nn.Module):
-    """Its only size is one that no setting tells."""
+    """No attribute records its size."""
 
     def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -149,7 +147,7 @@ class Vector(nn.Module):
         return x * self.scale
 
 
-def test_weights_of_another_shape_are_refused_and_dtypes_put_back(tmp_path: Path) -> None:
+def test_shape_mismatch_restores_the_dtypes(tmp_path: Path) -> None:
     unskip.save(Vector(3, torch.bfloat16), tmp_path)
     model = Vector(4)
     before = snapshot(model)
@@ -158,7 +156,7 @@ def test_weights_of_another_shape_are_refused_and_dtypes_put_back(tmp_path: Path
     assert unchanged(model, before)
 
 
-def test_a_rewired_model_is_not_loaded_into(folder: Path) -> None:
+def test_loading_into_a_rewired_model_is_refused(folder: Path) -> None:
     model = vit()
     unskip.rewire(model, Cut())
     with pytest.raises(BadInput, match="already rewired"):

@@ -1,4 +1,4 @@
-"""Another model is never taken for the saved one, and no Python file of a folder is run unasked."""
+"""load refuses a model that differs from the saved one, and runs code named in a folder only with trust=True."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def build():
 """
 
 
-def test_a_function_that_moved_in_its_file_keeps_its_wiring(tmp_path: Path) -> None:
-    """Both for save and for pickle, in processes of their own: lines above a function are not its source."""
+def test_wiring_survives_a_moved_definition(tmp_path: Path) -> None:
+    """For save and pickle, each in its own process: lines above a function are not part of its source."""
     file = tmp_path / "moving.py"
     file.write_text(SOURCE)
     first = """
@@ -66,7 +66,7 @@ for model in (unskip.load("saved", model=build()), pickle.load(open("model.pkl",
     assert found == wanted * 2 != ""
 
 
-# --- What shapes do not tell ------------------------------------------------------------------------------------------
+# --- Different models with equal shapes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,13 @@ for model in (unskip.load("saved", model=build()), pickle.load(open("model.pkl",
     ],
     ids=str,
 )
-def test_another_function_of_the_same_shapes_is_not_taken_for_the_model(
-    tmp_path: Path, option: dict[str, Any], message: str
-) -> None:
+def test_different_model_with_equal_shapes_is_refused(tmp_path: Path, option: dict[str, Any], message: str) -> None:
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", **{**VIT["kwargs"], **option}).eval()
     with pytest.raises(BadInput, match=message):
         unskip.save(model, tmp_path, builder=VIT)
     unskip.rewire(model, Decay(0.6))
-    recorded = "act_layer" not in option  # a class is no plain value
+    recorded = "act_layer" not in option  # a class is not a plain value
     with nullcontext() if recorded else pytest.warns(UnskipWarning, match=r"timm:vit_tiny_patch16_224, .*does not"):
         unskip.save(model, tmp_path)
     if recorded:
@@ -102,7 +100,7 @@ def test_another_function_of_the_same_shapes_is_not_taken_for_the_model(
     assert torch.equal(unskip.load(tmp_path).eval()(IMAGES), model(IMAGES))
 
 
-def test_a_name_that_builds_another_function_is_not_recorded(tmp_path: Path) -> None:
+def test_name_of_a_different_model_is_not_recorded(tmp_path: Path) -> None:
     model = timm.create_model("test_vit", act_layer="relu")
     assert {k: v.shape for k, v in model.state_dict().items()} == {
         k: v.shape for k, v in timm.create_model("test_vit").state_dict().items()
@@ -114,8 +112,8 @@ def test_a_name_that_builds_another_function_is_not_recorded(tmp_path: Path) -> 
         unskip.load(tmp_path)
 
 
-def test_a_module_of_another_librarys_inside_is_asked_for(tmp_path: Path) -> None:
-    """A configuration that does not build the model any more, because the model was changed by hand."""
+def test_config_of_a_modified_model_is_not_recorded(tmp_path: Path) -> None:
+    """The configuration no longer builds a model that was modified by hand."""
     model = bert()
     model.encoder.layer[0].intermediate.intermediate_act_fn = nn.ReLU()
     with pytest.warns(UnskipWarning, match="its configuration does not"):
@@ -125,8 +123,8 @@ def test_a_module_of_another_librarys_inside_is_asked_for(tmp_path: Path) -> Non
         unskip.load(tmp_path, model=bert())
 
 
-def test_saving_leaves_the_random_state_alone(tmp_path: Path) -> None:
-    """Also where the builder cannot do without values."""
+def test_save_keeps_the_rng_state(tmp_path: Path) -> None:
+    """Also with a builder that cannot run on the meta device."""
     file = tmp_path / "mine.py"
     body = "    torch.rand(2).tolist()\n    return Loop(2)\n"
     file.write_text(f"import torch\nfrom tests.anatomy.handmade import Loop\n\ndef build():\n{body}")
@@ -137,8 +135,8 @@ def test_saving_leaves_the_random_state_alone(tmp_path: Path) -> None:
     assert isinstance(unskip.load(tmp_path / "m", trust=True), h.Loop)
 
 
-def test_a_buffer_that_is_no_weight_is_compared(tmp_path: Path) -> None:
-    """The base of a rope is in no weight and in no setting of a module."""
+def test_nonpersistent_buffers_are_compared(tmp_path: Path) -> None:
+    """The RoPE base is in no weight and no attribute of a module."""
     ids = torch.arange(12)[None]
     model = rope(10.0)
     unskip.save(model, tmp_path)
@@ -152,7 +150,7 @@ def test_a_buffer_that_is_no_weight_is_compared(tmp_path: Path) -> None:
     unskip.load(tmp_path, model=other, strict=False)
 
 
-def test_weights_that_are_tied_only_in_the_given_model_are_refused(tmp_path: Path) -> None:
+def test_weights_tied_only_in_the_given_model_are_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     unskip.save(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), tmp_path)
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -163,12 +161,10 @@ def test_weights_that_are_tied_only_in_the_given_model_are_refused(tmp_path: Pat
     assert unchanged(tied, before)
 
 
-# --- Source -----------------------------------------------------------------------------------------------------------
+# --- Source code and trust --------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_was_imported_by_another_name_loads_by_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builder_file_imported_under_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mine", types.ModuleType("mine"))  # the name is taken
     (tmp_path / "mine.py").write_text(SOURCE)
     builder = f"{tmp_path / 'mine.py'}:build"
@@ -181,7 +177,7 @@ def test_a_file_that_was_imported_by_another_name_loads_by_its_own(
     assert torch.equal(again(torch.ones(1, 8)), model(torch.ones(1, 8)))
 
 
-def test_source_under_the_wiring_must_be_the_same_whatever_is_asked(tmp_path: Path) -> None:
+def test_changed_source_is_refused_even_with_strict_false(tmp_path: Path) -> None:
     model = vit()
     unskip.rewire(model, Decay(0.6))
     unskip.save(model, tmp_path, builder=VIT)
@@ -190,7 +186,7 @@ def test_source_under_the_wiring_must_be_the_same_whatever_is_asked(tmp_path: Pa
         unskip.load(tmp_path, strict=False)
 
 
-def test_a_difference_under_another_version_of_a_library_says_so_and_can_be_passed_over(folder: Path) -> None:
+def test_strict_false_accepts_a_library_version_difference(folder: Path) -> None:
     edit(folder, put("versions", "timm", value="0.1"))
     model = vit()
     vars(model.blocks[1].norm1)["added"] = 1
@@ -207,7 +203,7 @@ def test_a_difference_under_another_version_of_a_library_says_so_and_can_be_pass
     ],
     ids=str,
 )
-def test_a_builder_that_reads_other_files_is_refused(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
+def test_builder_that_reads_other_files_is_refused(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
     unskip.save(timm.create_model("test_vit"), tmp_path)
     edit(tmp_path, put("builder", "kwargs", value=kwargs))
     with pytest.raises(LoadError, match=message):
@@ -224,7 +220,7 @@ def test_a_builder_that_reads_other_files_is_refused(tmp_path: Path, kwargs: dic
     ],
     ids=str,
 )
-def test_a_configuration_that_has_other_files_read_is_refused(
+def test_config_that_reads_other_files_is_refused(
     tmp_path: Path, keys: tuple[str, ...], value: object, named: str
 ) -> None:
     unskip.save(bert(), tmp_path)
@@ -238,9 +234,7 @@ def test_a_configuration_that_has_other_files_read_is_refused(
 @pytest.mark.parametrize(
     ("field", "value"), [("attn_implementation", "theirs/kernel"), ("model_args", {"checkpoint_path": "theirs.pth"})]
 )
-def test_a_configuration_elsewhere_that_a_folder_names_is_checked_as_well(
-    tmp_path: Path, field: str, value: object
-) -> None:
+def test_config_in_a_referenced_folder_is_checked(tmp_path: Path, field: str, value: object) -> None:
     unskip.save(bert(), tmp_path / "m")
     config = json.loads(bert().config.to_json_string()) | {"model_type": "bert", field: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -250,18 +244,18 @@ def test_a_configuration_elsewhere_that_a_folder_names_is_checked_as_well(
 
 
 @pytest.mark.parametrize("library", ["transformers", "diffusers"])
-def test_only_models_of_a_library_are_built(tmp_path: Path, library: str) -> None:
+def test_only_model_classes_are_built(tmp_path: Path, library: str) -> None:
     unskip.save(timm.create_model("test_vit"), tmp_path)
     edit(tmp_path, put("builder", value={library: "logging", "config": {}}))
     with pytest.raises(LoadError, match=r"is not a model"):
         unskip.load(tmp_path)
 
 
-def test_no_module_that_a_wiring_names_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_imports_no_module_named_in_a_wiring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     monkeypatch.syspath_prepend(tmp_path)
     config = BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
-    model = BloomModel(config)  # it adds in a function that its methods call
+    model = BloomModel(config)  # adds in a module-level function
     unskip.rewire(model, Decay(0.6))
     unskip.save(model, tmp_path / "m")
     edit(tmp_path / "m", put(*PLACE, "hops", 1, "module", value="theirs"))
@@ -271,21 +265,21 @@ def test_no_module_that_a_wiring_names_is_imported(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("keys", [("implementations", "_attn_implementation"), ("config", "attn_implementation")])
-def test_no_kernel_of_the_hub_is_loaded_unasked(tmp_path: Path, keys: tuple[str, str]) -> None:
+def test_hub_kernels_need_trust(tmp_path: Path, keys: tuple[str, str]) -> None:
     unskip.save(bert(), tmp_path)
     edit(tmp_path, put("builder", *keys, value="theirs/kernel"))
     with pytest.raises(LoadError, match=r"theirs/kernel.*trust=True"):
         unskip.load(tmp_path)
 
 
-def test_a_configuration_that_the_library_refuses_is_a_load_error(tmp_path: Path) -> None:
+def test_invalid_config_raises_load_error(tmp_path: Path) -> None:
     unskip.save(bert(), tmp_path)
     edit(tmp_path, put("builder", "config", "hidden_size", value="wide"))
     with pytest.raises(LoadError, match=r"building the .*BertModel failed"):
         unskip.load(tmp_path)
 
 
-def test_no_python_file_of_a_folder_is_run_unasked(tmp_path: Path) -> None:
+def test_builder_files_need_trust(tmp_path: Path) -> None:
     file = tmp_path / "theirs.py"
     file.write_text(SOURCE)
     unskip.save(spec.build(f"{file}:build"), tmp_path / "m", builder=f"{file}:build")

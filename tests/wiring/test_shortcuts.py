@@ -1,4 +1,4 @@
-"""What each rule gives a site, against closed forms, and the product of it all."""
+"""The weights of each rule against closed forms, and their product, the effective decay."""
 
 import math
 import sys
@@ -47,7 +47,7 @@ def exact_product(values: list[float], runs: list[int]) -> Decimal:
         (Learn(start=1.5, per="channel"), (1.5, 1.0)),
     ],
 )
-def test_constant_rules_give_every_site_the_same(rule: Shortcut, weight: tuple[float, float]) -> None:
+def test_constant_rules_give_all_sites_the_same_weights(rule: Shortcut, weight: tuple[float, float]) -> None:
     assert rule.weights(3, runs=[1, 4, 2], step=99) == [weight] * 3
     assert all(isinstance(one, Weight) for one in rule.weights(3))
     assert rule.steps is None
@@ -81,7 +81,7 @@ def test_cosine_is_half_a_cosine(count: int, low: float) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 24, 57])
 @pytest.mark.parametrize("low", [1e-5, 0.1, 0.6, 1.0])
-def test_geometric_falls_by_one_ratio(count: int, low: float) -> None:
+def test_geometric_has_a_constant_ratio(count: int, low: float) -> None:
     np.testing.assert_allclose(alphas(Decay(low, "geometric"), count), np.geomspace(1, low, count), rtol=1e-13)
 
 
@@ -93,7 +93,7 @@ def test_paper_convention(count: int) -> None:
     assert got[-1] == 0.6
 
 
-def test_paper_convention_of_the_other_shapes_takes_its_position() -> None:
+def test_paper_convention_of_the_other_shapes() -> None:
     places = np.arange(1, 6) / 5
     geometric, cosine = (alphas(Decay(0.5, shape, convention="paper"), 5) for shape in ("geometric", "cosine"))
     np.testing.assert_allclose(geometric, 0.5**places, rtol=1e-15)
@@ -113,7 +113,7 @@ def test_until_between_two_sites() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [3, 9, 57])
-def test_back_mirrors_the_way_down(shape: Any, count: int) -> None:
+def test_back_mirrors_the_descent(shape: Any, count: int) -> None:
     got = alphas(Decay(0.3, shape, back=True), count)
     half = count // 2
     assert got == got[::-1]
@@ -138,7 +138,7 @@ def test_until_at_the_first_site(shape: Any) -> None:
     assert alphas(Decay(0.3, shape, until=5e-324), 3) == [1.0, 0.3, 0.3]
 
 
-def test_never_below_the_minimum_by_rounding() -> None:
+def test_rounding_never_goes_below_the_minimum() -> None:
     # The middle site lies so close to `until` that the formula gives 0 there.
     assert alphas(Decay(1e-20, "cosine", until=0.5000000001), 3) == [1.0, 1e-20, 1e-20]
 
@@ -153,7 +153,7 @@ def test_back_without_a_site_at_the_minimum() -> None:
 
 
 @given(decays())
-def test_one_site_alone_gets_the_minimum(rule: Decay) -> None:
+def test_single_site_gets_the_minimum(rule: Decay) -> None:
     assert alphas(rule, 1) == [rule.alpha_min]
 
 
@@ -166,7 +166,7 @@ def test_ends_are_exact(rule: Decay, count: int) -> None:
 
 
 @given(decays(), st.integers(1, 200))
-def test_falls_and_stays_within_its_bounds(rule: Decay, count: int) -> None:
+def test_decay_is_bounded_and_piecewise_monotonic(rule: Decay, count: int) -> None:
     got = alphas(rule, count)
     assert rule.alpha_min is not None
     assert all(rule.alpha_min <= alpha <= 1 for alpha in got)
@@ -176,7 +176,7 @@ def test_falls_and_stays_within_its_bounds(rule: Decay, count: int) -> None:
 
 
 @given(shapes, st.integers(2, 100), st.floats(0.01, 0.9))
-def test_falls_strictly_where_nothing_says_stay(shape: Any, count: int, low: float) -> None:
+def test_decay_falls_strictly_without_until(shape: Any, count: int, low: float) -> None:
     assert all(before > after for before, after in pairwise(alphas(Decay(low, shape), count)))
 
 
@@ -190,7 +190,7 @@ def test_until_defaults() -> None:
 
 
 @pytest.mark.parametrize(("count", "low", "paper"), [(24, 0.6, 3.6e-3), (56, 0.8, 2.4e-3), (48, 0.8, 5.7e-3)])
-def test_the_papers_settings_lie_in_its_band(count: int, low: float, paper: float) -> None:
+def test_paper_settings_lie_in_the_band(count: int, low: float, paper: float) -> None:
     got = effective_decay(alphas(Decay(low), count))
     assert got == pytest.approx(paper, rel=0.02)
     assert got == pytest.approx(np.prod(np.linspace(1, low, count)), rel=1e-12)
@@ -205,19 +205,19 @@ def test_effective_decay_is_the_product(pairs: list[tuple[float, int]]) -> None:
     assert effective_decay(values, runs) == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_effective_decay_at_the_edges() -> None:
+def test_effective_decay_edge_cases() -> None:
     assert effective_decay([]) == 1.0
     assert effective_decay([0.6]) == 0.6
     assert effective_decay([0.5, 0.25], [3, 1]) == 0.03125
     assert effective_decay([1e-30]) == 1e-30
-    assert effective_decay([1e-200, 1e-200, 1e200, 1e180]) == pytest.approx(1e-20, rel=1e-12)  # 0 halfway
+    assert effective_decay([1e-200, 1e-200, 1e200, 1e180]) == pytest.approx(1e-20, rel=1e-12)  # underflows midway
     assert effective_decay([0.999], [5000]) == pytest.approx(math.exp(5000 * math.log(0.999)), rel=1e-11)
     assert effective_decay([0.6, 1.5], [2000, 2500]) == pytest.approx(
         float(exact_product([0.6, 1.5], [2000, 2500])), rel=1e-12
     )
     assert effective_decay([0.5, 0.0]) == 0.0
     assert effective_decay([0.5, 0.0], [1, 0]) == 0.5
-    assert effective_decay([1e-300, 1e-300]) == 5e-324  # not 0: only a cut is 0
+    assert effective_decay([1e-300, 1e-300]) == 5e-324  # only a cut gives 0
     assert effective_decay([1e300, 1e300]) == sys.float_info.max
 
 
@@ -261,7 +261,7 @@ def test_to_product_with_runs(shape: Any, convention: Any, until: float, data: s
 
 
 @given(shapes, st.integers(3, 60), st.floats(0.05, 1))
-def test_to_product_finds_the_alpha_min_it_came_from(shape: Any, count: int, low: float) -> None:
+def test_to_product_recovers_alpha_min(shape: Any, count: int, low: float) -> None:
     there = effective_decay(alphas(Decay(low, shape, back=True), count))
     back = Decay.to_product(there, shape, back=True).solve(count)
     assert back == pytest.approx(low, rel=1e-9)
@@ -273,11 +273,11 @@ def test_solve() -> None:
     assert Decay.to_product(0.25).solve(1, [2]) == 0.5
     assert Decay.to_product(0.25).solve(2, [7, 1]) == 0.25  # the first site stays at 1
     assert Decay.to_product(1.0).solve(24) == Decay.to_product(1.0, back=True).solve(2) == 1.0
-    # 24 sub-layers at 0.6 end at about 3.6e-3, so the way back ends near 0.6.
+    # A decay to 0.6 over 24 sites has a product of about 3.6e-3.
     assert Decay.to_product(3.6e-3).solve(24) == pytest.approx(0.6, abs=2e-3)
 
 
-def test_to_product_is_solved_for_the_sites_it_meets() -> None:
+def test_to_product_depends_on_the_sites() -> None:
     rule = Decay.to_product(5e-3)
     assert rule.alpha_min is None
     assert rule.product == 5e-3
@@ -295,7 +295,7 @@ def test_to_product_is_solved_for_the_sites_it_meets() -> None:
         (Decay.to_product(1e-320, "geometric", until=0.9, back=True), 3, None, r"reachable is \[\d\.\d+e-1[78]\d, 1\]"),
     ],
 )
-def test_to_product_out_of_reach(rule: Decay, count: int, runs: Any, reachable: str) -> None:
+def test_unreachable_product_is_refused(rule: Decay, count: int, runs: Any, reachable: str) -> None:
     with pytest.raises(BadInput, match=reachable) as error:
         rule.weights(count, runs=runs)
     assert str(error.value).startswith(f"{rule}: no alpha_min gives {count} sites")
@@ -310,13 +310,13 @@ def test_to_product_out_of_reach(rule: Decay, count: int, runs: Any, reachable: 
 @given(
     steady, steady, st.integers(1, 1000), st.sampled_from(["linear", "cosine"]), orders, st.integers(1, 8), st.data()
 )
-def test_anneal_has_exact_ends_and_moves_one_way(
+def test_anneal_is_monotonic_with_exact_ends(
     first: Shortcut, last: Shortcut, steps: int, shape: Any, order: Any, count: int, data: st.DataObject
 ) -> None:
     rule = Anneal(first, last, steps, shape, order)
     try:
         ends = first.weights(count), last.weights(count)
-    except BadInput:  # a product out of reach
+    except BadInput:  # an unreachable product
         assume(False)
     early, late = sorted(data.draw(st.tuples(st.integers(-5, steps + 5), st.integers(-5, steps + 5))))
     at = [rule.weights(count, step=step) for step in (-3, 0, early, late, steps, steps + 3)]
@@ -340,14 +340,14 @@ def test_anneal_cosine_closed_form() -> None:
     np.testing.assert_allclose(got, (1 + np.cos(np.pi * np.arange(11) / 10)) / 2, rtol=0, atol=3e-16)
 
 
-def test_anneal_takes_one_site_after_the_other() -> None:
+def test_anneal_site_order() -> None:
     for step in range(13):
         done = np.clip(3 * step / 12 - np.arange(3), 0, 1)
         np.testing.assert_allclose(alphas(Anneal(Keep(), Cut(), 12, order="first-last"), 3, step=step), 1 - done)
         np.testing.assert_allclose(alphas(Anneal(Keep(), Cut(), 12, order="last-first"), 3, step=step), 1 - done[::-1])
 
 
-def test_anneal_is_between_its_rules_site_by_site() -> None:
+def test_anneal_interpolates_each_site() -> None:
     got = alphas(Anneal(Keep(), Decay(0.6), 4), 3, step=1)
     np.testing.assert_allclose(got, [1.0, 0.95, 0.9], rtol=1e-15)
 
@@ -356,12 +356,12 @@ def test_anneal_begins_at_step_zero() -> None:
     assert Anneal(Keep(), Cut(), 5).weights(2) == Keep().weights(2)
 
 
-def test_anneal_leaves_alone_what_does_not_change() -> None:
+def test_anneal_between_equal_rules_is_constant() -> None:
     rule = Anneal(Scale(0.1, 0.3), Scale(0.1, 0.3), 997)
     assert all(rule.weights(1, step=step) == [(0.1, 0.3)] for step in range(998))
 
 
-def test_anneal_hands_the_runs_on() -> None:
+def test_anneal_passes_runs_to_its_rules() -> None:
     runs = [1, 2, 3]
     first, last = Decay.to_product(0.5), Decay.to_product(5e-3, "cosine")
     ends = alphas(first, 3, runs=runs), alphas(last, 3, runs=runs)
@@ -371,6 +371,6 @@ def test_anneal_hands_the_runs_on() -> None:
     np.testing.assert_allclose(alphas(rule, 3, runs=runs, step=1), 0.75 * np.array(ends[0]) + 0.25 * np.array(ends[1]))
 
 
-def test_anneal_to_what_cannot_be_reached_fails_at_the_start() -> None:
+def test_anneal_to_an_unreachable_product_fails_at_step_zero() -> None:
     with pytest.raises(BadInput, match="no alpha_min gives 2 sites"):
         Anneal(Keep(), Decay.to_product(0.5, back=True), 10).weights(2, step=0)

@@ -1,4 +1,4 @@
-"""Rules as text, dicts and pickles, there and back; what does not read is refused in words."""
+"""Round trips of rules through text, dicts and pickle, and the error messages for bad input."""
 
 import copy
 import json
@@ -69,7 +69,7 @@ def test_text_forms(text: str, rule: Shortcut) -> None:
         (" anneal: keep > cut @ 10_000 , linear ", Anneal(Keep(), Cut(), 10_000)),
     ],
 )
-def test_text_is_read_with_some_freedom(text: str, rule: Shortcut) -> None:
+def test_alternative_text_forms(text: str, rule: Shortcut) -> None:
     assert parse(text) == rule
 
 
@@ -91,14 +91,14 @@ def test_round_trips(rule: Shortcut) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_rules_are_values(rule: Shortcut) -> None:
+def test_rules_are_immutable_values(rule: Shortcut) -> None:
     assert [other for other in RULES if other == rule] == [rule]
     assert len({rule, copy.deepcopy(rule)}) == 1
     with pytest.raises(FrozenInstanceError):
         rule.steps = 3
 
 
-def test_dicts() -> None:
+def test_dict_forms() -> None:
     assert Keep().to_dict() == {"rule": "keep"}
     assert Learn().to_dict() == {"rule": "learn", "start": 1.0, "per": "site"}
     options = {"shape": "linear", "convention": "sites", "until": 1.0, "back": False}
@@ -110,7 +110,7 @@ def test_dicts() -> None:
     assert from_dict({"rule": "decay", "alpha_min": 1}).to_dict()["alpha_min"] == 1.0
 
 
-def test_numbers_become_plain_floats() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     rule = Scale(np.float32(0.5), 2)  # type: ignore[arg-type]
     assert [type(value) for value in (rule.stream, rule.branch)] == [float, float]
     assert type(Anneal(Keep(), Cut(), np.int64(5)).steps) is int  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ BAD = [math.nan, math.inf, -math.inf, -0.1, True, "0.5", 1j, [0.5], 10**400, Dec
 
 
 def refused(make: Callable[[], object], facts: tuple[str, ...]) -> None:
-    """Raises BadInput, and the message has the facts: who, which argument, what it may be, what it was."""
+    """Checks that `make` raises BadInput with every fact in the message: rule, argument, allowed and given values."""
     with pytest.raises(BadInput) as error:
         make()
     missing = [fact for fact in facts if fact not in str(error.value)]
@@ -145,7 +145,7 @@ def refused(make: Callable[[], object], facts: tuple[str, ...]) -> None:
         (lambda value: Decay(0.6, until=value), ("Decay", "until", "(0, 1]")),
     ],
 )
-def test_numbers_out_of_bounds(make: Any, facts: tuple[str, ...], value: Any) -> None:
+def test_out_of_range_numbers(make: Any, facts: tuple[str, ...], value: Any) -> None:
     refused(lambda: make(value), (*facts, repr(value)[:10]))
 
 
@@ -249,12 +249,12 @@ def test_bad_dicts(data: Any, facts: tuple[str, ...]) -> None:
     refused(lambda: from_dict(data), facts)
 
 
-def test_bad_input_is_a_value_error_of_this_library() -> None:
+def test_bad_input_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="shortcut") as error:
         parse("none")
     assert isinstance(error.value, UnskipError)
 
 
-def test_the_base_is_abstract() -> None:
+def test_shortcut_is_abstract() -> None:
     with pytest.raises(TypeError, match="abstract"):
         Shortcut()  # type: ignore[abstract]

@@ -1,4 +1,4 @@
-"""What a model is beside its weights: settings, differences in words, computed buffers."""
+"""The recorded structure of a model: module settings, differences and non-persistent buffers."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_simple_values_are_settings() -> None:
     }
 
 
-def test_what_a_record_of_an_earlier_version_holds_besides_is_passed_over() -> None:
+def test_vocab_size_in_an_older_record_is_ignored() -> None:
     model = Holder()
     found = structure(model)
     wanted = {path: {**each, "vocab_size": 50} for path, each in found.items()}
     assert difference(wanted, found) is None
 
 
-def test_what_does_not_say_what_is_computed_is_left_out() -> None:
+def test_attributes_without_effect_are_left_out() -> None:
     left_out = {"_private": 1, "unskip_alpha0": 0.5, "grad_checkpointing": True, "fused_attn": False}
     assert settings(**left_out, cfg={"url": "x"}, tensor=torch.ones(2), nested=(1, object())) == {}
     model = Holder()
@@ -93,7 +93,7 @@ class Caching(nn.Module):
         return F.pad(x, (self.pad, 0))
 
 
-def test_what_a_forward_leaves_behind_is_no_setting() -> None:
+def test_attributes_set_by_forward_are_left_out() -> None:
     model = Caching()
     vars(model)["last"] = None
     before = structure(model)
@@ -102,7 +102,7 @@ def test_what_a_forward_leaves_behind_is_no_setting() -> None:
     assert structure(model) == before
 
 
-def test_a_long_setting_is_kept_as_a_digest_that_tells_it_from_others() -> None:
+def test_long_settings_are_stored_as_digests() -> None:
     one, other = settings(a=list(range(1000))), settings(a=[*range(999), 0])
     assert len(one["a"]) == 64
     assert one != other
@@ -116,7 +116,7 @@ plain = st.recursive(
 
 
 @given(values=st.dictionaries(st.sampled_from(["a", "b", "c"]), plain), other=plain)
-def test_settings_survive_json_and_a_changed_one_is_named(values: dict[str, Any], other: Any) -> None:
+def test_settings_json_round_trip_and_difference(values: dict[str, Any], other: Any) -> None:
     model = nn.Sequential(Holder(**values), Holder())
     wanted = structure(model)
     assert unpack(json.loads(json.dumps(pack(wanted)))) == wanted
@@ -125,7 +125,7 @@ def test_settings_survive_json_and_a_changed_one_is_named(values: dict[str, Any]
     assert (difference(wanted, structure(model)) or "").startswith("d of 1 is ")
 
 
-def test_equal_modules_are_told_once() -> None:
+def test_equal_modules_are_packed_once() -> None:
     packed = pack(structure(nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))))
     assert len(packed["kinds"]) == 2
     assert len(packed["modules"]) == 51
@@ -148,13 +148,13 @@ def test_equal_modules_are_told_once() -> None:
         ),
     ],
 )
-def test_the_first_difference_in_words(one: nn.Module, other: nn.Module, message: str) -> None:
+def test_difference_messages(one: nn.Module, other: nn.Module, message: str) -> None:
     assert (difference(structure(nn.Sequential(one)), structure(nn.Sequential(other))) or "").startswith(message)
 
 
 @pytest.mark.parametrize("rule", [Cut(), Learn(0.5)], ids=str)
 def test_rewiring_does_not_change_the_structure(rule: Any) -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation="gelu")  # has a fast path to switch off
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation="gelu")  # has an inference fast path
     model = nn.TransformerEncoder(layer, 2).eval()
     before = structure(model), buffers(model)
     unskip.rewire(model, rule, torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)))
@@ -181,7 +181,7 @@ class Table(nn.Module):
     ],
     ids=["float", "mask", "bool", "complex", "int", "empty"],
 )
-def test_buffers_outside_the_weights(table: torch.Tensor) -> None:
+def test_nonpersistent_buffers(table: torch.Tensor) -> None:
     wanted = json.loads(json.dumps(buffers(Table(table))))
     assert list(wanted) == ["table"]
     assert buffer_difference(wanted, Table(table.clone())) is None
@@ -192,6 +192,6 @@ def test_buffers_outside_the_weights(table: torch.Tensor) -> None:
     assert buffer_difference({}, Table(table)) == "the buffer table is new"
 
 
-def test_a_buffer_is_compared_in_the_saved_dtype() -> None:
+def test_buffers_are_compared_in_the_saved_dtype() -> None:
     table = torch.linspace(0, 1, 1000)
     assert buffer_difference(buffers(Table(table.bfloat16())), Table(table)) is None

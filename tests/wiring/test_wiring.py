@@ -1,4 +1,4 @@
-"""The handle: what it governs, reports, sets, steps and undoes."""
+"""The Wiring handle: the sites it governs, its report, set, step and undo."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_weights_follow_the_rule_in_execution_order(vit: nn.Module) -> None:
     assert wiring.verified
 
 
-def test_a_rule_counts_the_sites_it_governs(vit: nn.Module) -> None:
+def test_rule_counts_only_the_sites_it_governs(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, {"attention": Cut(), "mlp": Decay(0.6)})
     assert wiring.alphas == pytest.approx([0.0, 1.0, 0.0, 0.8, 0.0, 0.6])
     wiring = unskip.rewire(vit, Decay(0.6), where="attention")
@@ -59,7 +59,7 @@ def test_set_keeps_the_selection_and_rewire_does_not(vit: nn.Module) -> None:
     assert again.betas == [0.7] * 6
 
 
-def test_blocks_whose_weights_are_all_one_are_not_patched(vit: nn.Module) -> None:
+def test_blocks_with_unit_weights_are_not_patched(vit: nn.Module) -> None:
     plain = type(vit.blocks[0])
     wiring = unskip.rewire(vit, Cut(), where=lambda site: site.path == "blocks.1")
     assert [type(block) is plain for block in vit.blocks] == [True, False, True]
@@ -68,7 +68,7 @@ def test_blocks_whose_weights_are_all_one_are_not_patched(vit: nn.Module) -> Non
     assert not any("unskip" in name for block in vit.blocks for name in vars(block))
 
 
-def test_projected_and_long_skips_are_kept_unless_a_predicate_picks_them() -> None:
+def test_long_skips_are_kept_unless_selected() -> None:
     model = h.UNet()
     wiring = unskip.rewire(model, Cut(), X)
     assert [wiring.alphas[site.index] for site in wiring.sites if site.long] == [1.0, 1.0]
@@ -77,7 +77,7 @@ def test_projected_and_long_skips_are_kept_unless_a_predicate_picks_them() -> No
     assert "kept" in str(wiring)
 
 
-def test_prints_the_weights_and_the_effective_decay(vit: nn.Module) -> None:
+def test_str_shows_the_rules_and_effective_decay(vit: nn.Module) -> None:
     text = str(unskip.rewire(vit, Decay.to_product(5e-3)))
     assert "effective decay 0.005, in the paper's band [1e-3, 1e-2)" in text
     assert text.count("decay:product=0.005") == 6
@@ -85,14 +85,14 @@ def test_prints_the_weights_and_the_effective_decay(vit: nn.Module) -> None:
     assert "below the paper's band" in str(unskip.rewire(vit, Cut()))
 
 
-def test_serialises(vit: nn.Module) -> None:
+def test_to_dict_is_json(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, {"mlp": Decay(0.6), lambda site: site.index == 0: Cut()})
     data = json.loads(json.dumps(wiring.to_dict()))
     assert data["rules"] == [{"where": "mlp", "rule": "decay:0.6"}, {"where": "<lambda>", "rule": "cut"}]
     assert [site["alpha"] for site in data["sites"]] == wiring.alphas
 
 
-def test_a_site_that_runs_often_counts_once_and_decays_once_per_run() -> None:
+def test_repeated_site_decays_once_per_run() -> None:
     model = h.SameBranchLoop()
     wiring = unskip.rewire(model, Scale(0.5), X)
     assert wiring.alphas == [0.5]
@@ -103,7 +103,7 @@ def test_a_site_that_runs_often_counts_once_and_decays_once_per_run() -> None:
     assert torch.allclose(model(X), expected, atol=1e-6)
 
 
-def test_each_turn_of_a_loop_has_its_own_weights() -> None:
+def test_each_loop_iteration_has_its_own_weights() -> None:
     model = h.Loop()
     wiring = unskip.rewire(model, Decay(0.5), X)
     expected = X
@@ -118,7 +118,7 @@ def test_each_turn_of_a_loop_has_its_own_weights() -> None:
         model(X)
 
 
-def test_a_further_branch_is_weighed_and_the_stream_only_once() -> None:
+def test_parallel_branches_scale_the_stream_once() -> None:
     model = h.Parallel()
     unskip.rewire(model, Scale(0.5, 0.7), X)
     normed = model.norm(X)
@@ -126,7 +126,7 @@ def test_a_further_branch_is_weighed_and_the_stream_only_once() -> None:
     assert torch.allclose(model(X), 0.5 * X + 0.7 * attended + 0.7 * model.f(normed), atol=1e-6)
 
 
-def test_the_training_arm_is_weighed_too() -> None:
+def test_training_only_lines_are_rewired() -> None:
     model = h.TrainingArm()
     unskip.rewire(model, Cut(), X, where=lambda site: site.index == 0)
     for training in (True, False):
@@ -139,7 +139,7 @@ def test_the_training_arm_is_weighed_too() -> None:
         assert torch.allclose(out, inner + model.g(inner), atol=1e-6)
 
 
-def test_a_copy_has_a_wiring_of_its_own(vit: nn.Module) -> None:
+def test_copies_have_their_own_wiring(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Decay(0.6), where=lambda site: True)
     for copied in (copy.deepcopy(vit), pickle.loads(pickle.dumps(vit))):
         other = Wiring.of(copied)
@@ -153,7 +153,7 @@ def test_a_copy_has_a_wiring_of_its_own(vit: nn.Module) -> None:
         Wiring.of(h.PreNorm())
 
 
-def test_rewired_puts_back_what_was_there(vit: nn.Module) -> None:
+def test_rewired_restores_the_previous_wiring(vit: nn.Module) -> None:
     plain = vit(IMAGES)
     with unskip.rewired(vit, Cut()) as wiring:
         assert wiring.alphas == [0.0] * 6
@@ -167,7 +167,7 @@ def test_rewired_puts_back_what_was_there(vit: nn.Module) -> None:
     assert torch.equal(vit(IMAGES), half)
 
 
-def test_undo_twice_is_harmless_and_the_wiring_can_be_used_again(vit: nn.Module) -> None:
+def test_undo_twice_then_rewire(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Cut())
     wiring.undo()
     wiring.undo()
@@ -176,21 +176,21 @@ def test_undo_twice_is_harmless_and_the_wiring_can_be_used_again(vit: nn.Module)
     assert again.alphas == [0.0] * 6
 
 
-def test_one_patched_class_serves_all_blocks(vit: nn.Module) -> None:
+def test_blocks_share_one_patched_class(vit: nn.Module) -> None:
     unskip.rewire(vit, Cut())
     assert len({type(block) for block in vit.blocks}) == 1
     assert type(vit.blocks[0]).__name__ == "Block"
     assert isinstance(vit.blocks[0], timm.models.vision_transformer.Block)
 
 
-def test_a_helper_that_adds_two_branches_weighs_each_by_its_own_rule() -> None:
+def test_shared_helper_uses_the_rule_of_each_site() -> None:
     model = h.HelperMethod()
     unskip.rewire(model, {"attention": Cut(), "mlp": Scale(0.5, 0.7)}, X)
     attended = model.attn(X, X, X, need_weights=False)[0]
     assert torch.allclose(model(X), 0.5 * attended + 0.7 * model.f(attended), atol=1e-6)
 
 
-def test_a_cut_sum_that_is_written_into_leaves_the_branch_alone() -> None:
+def test_in_place_write_to_a_cut_sum_keeps_the_branch() -> None:
     model = h.WritesIntoTheSum()
     unskip.rewire(model, Cut(), X)
     total, branch = model(X)
@@ -198,7 +198,7 @@ def test_a_cut_sum_that_is_written_into_leaves_the_branch_alone() -> None:
     assert torch.equal(total, 2 * branch)
 
 
-def test_a_branch_that_is_the_number_zero() -> None:
+def test_branch_equal_to_the_number_zero() -> None:
     model = h.OptionalBranch()
     wiring = unskip.rewire(model, Cut(), X)
     assert torch.equal(model(X, on=False), torch.zeros_like(X))
@@ -206,7 +206,7 @@ def test_a_branch_that_is_the_number_zero() -> None:
     assert torch.equal(model(X, on=False), 0.5 * X)
 
 
-def test_a_stale_handle_does_not_touch_a_newer_wiring(vit: nn.Module) -> None:
+def test_stale_handle_does_not_change_a_newer_wiring(vit: nn.Module) -> None:
     old = unskip.rewire(vit, Cut())
     old.undo()
     old.step(5)
@@ -220,7 +220,7 @@ def test_a_stale_handle_does_not_touch_a_newer_wiring(vit: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", ["replaced", "dropped"])
-def test_a_block_that_was_taken_out_is_not_set_or_saved_in_silence(vit: nn.Module, change: str, tmp_path: Path) -> None:
+def test_set_and_save_refuse_a_removed_block(vit: nn.Module, change: str, tmp_path: Path) -> None:
     wiring = unskip.rewire(vit, Decay(0.5))
     if change == "replaced":
         vit.blocks[1] = nn.Identity()
@@ -240,14 +240,14 @@ def test_a_block_that_was_taken_out_is_not_set_or_saved_in_silence(vit: nn.Modul
     )
 
 
-def test_a_block_that_was_wrapped_in_place_is_still_there(vit: nn.Module) -> None:
+def test_set_reaches_a_compiled_block(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Decay(0.5))
     vit.blocks[1] = torch.compile(vit.blocks[1], backend="eager")
     wiring.set(Cut())
     assert wiring.alphas == [0.0] * 6
 
 
-def test_a_class_put_on_top_is_seen_through_and_undo_refuses(vit: nn.Module) -> None:
+def test_undo_refuses_under_a_later_subclass(vit: nn.Module) -> None:
     plain = vit(IMAGES)
     wiring = unskip.rewire(vit, Decay(0.5))
     block = vit.blocks[1]
@@ -297,7 +297,7 @@ WRAPPERS = {
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @torch.no_grad()
-def test_the_wiring_is_found_through_a_wrapper(wrap: str) -> None:
+def test_wiring_of_a_wrapped_model(wrap: str) -> None:
     model = h.PreNorm()
     x = torch.randn(2, 5, h.DIM, generator=torch.Generator().manual_seed(0))
     wiring = unskip.rewire(model, Cut(), x)
@@ -308,14 +308,14 @@ def test_the_wiring_is_found_through_a_wrapper(wrap: str) -> None:
     torch.testing.assert_close(wrapped(x), wanted)
 
 
-def test_a_rule_that_is_set_governs_the_sites_governed_now(vit: nn.Module) -> None:
+def test_set_applies_to_the_governed_sites(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Scale(0.5), where="mlp")
     wiring.set(Decay(0.6))
     assert wiring.alphas == [1, 1, 1, 0.8, 1, 0.6]
     wiring.set(Cut(), where="attention")
     assert wiring.alphas == [0, 1] * 3
     wiring.set({"attention": Scale(0.9), lambda site: site.index == 1: Scale(0.8)})
-    wiring.set(Cut())  # all that any of the rules governs
+    wiring.set(Cut())  # every site that one of the rules governs
     assert wiring.alphas == [0, 0, 0, 1, 0, 1]
 
 
@@ -331,7 +331,7 @@ class Turns(nn.Module):
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_more_turns_of_a_loop_than_the_example_had_are_refused(turns: int) -> None:
+def test_more_loop_iterations_than_in_the_example_are_refused(turns: int) -> None:
     model, x = Turns(), torch.ones(2, h.DIM)
     wiring = unskip.rewire(model, Scale(0.5, 1.0), (x, turns))
     assert wiring.alphas == [0.5] * turns

@@ -1,4 +1,4 @@
-"""Weights that move: learned ones, and annealed ones."""
+"""Learned and annealed weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unskip import Anneal, Cut, Decay, Keep, Learn
 
 
 @pytest.mark.parametrize("per", ["site", "channel"])
-def test_learn_adds_parameters_that_train_and_are_listed(vit: nn.Module, per: str) -> None:
+def test_learn_adds_trainable_parameters(vit: nn.Module, per: str) -> None:
     keys = set(vit.state_dict())
     wiring = unskip.rewire(vit, Learn(0.5, per=per))  # type: ignore[arg-type]
     assert len(wiring.parameters) == 6
@@ -31,7 +31,7 @@ def test_learn_adds_parameters_that_train_and_are_listed(vit: nn.Module, per: st
     assert set(vit.state_dict()) == keys
 
 
-def test_learn_per_channel_of_a_map_broadcasts_over_positions() -> None:
+def test_learn_per_channel_broadcasts_over_positions() -> None:
     model = h.Convolution()
     wiring = unskip.rewire(model, Learn(0.5, per="channel"), X)
     (alpha,) = wiring.parameters.values()
@@ -43,7 +43,7 @@ def test_learn_per_channel_of_a_map_broadcasts_over_positions() -> None:
     assert torch.allclose(model(X), expected.transpose(1, 2), atol=1e-5)
 
 
-def test_anneal_moves_with_the_step_and_ends_exactly(vit: nn.Module) -> None:
+def test_anneal_follows_the_step_and_ends_exactly(vit: nn.Module) -> None:
     unskip.rewire(vit, Decay(0.6))
     decayed = vit(IMAGES)
     wiring = unskip.rewire(vit, Anneal(Keep(), Decay(0.6), steps=10))
@@ -59,7 +59,7 @@ def test_anneal_moves_with_the_step_and_ends_exactly(vit: nn.Module) -> None:
     assert wiring.alphas[-1] == pytest.approx(0.8)
 
 
-def test_a_step_asks_each_rule_once_and_none_that_stands_still(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_computes_only_rules_in_progress_and_each_once(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     wiring = unskip.rewire(vit, {"attention": Anneal(Keep(), Cut(), steps=4), "mlp": Anneal(Keep(), Cut(), steps=8)})
     asked = []
     weights = Anneal.weights
@@ -74,7 +74,7 @@ def test_a_step_asks_each_rule_once_and_none_that_stands_still(vit: nn.Module, m
     assert [weights for _, weights in seen] == alphas
 
 
-def test_annealed_weights_move_with_the_model_and_stay_out_of_its_state(vit: nn.Module) -> None:
+def test_annealed_weights_follow_the_dtype_but_are_not_in_the_state_dict(vit: nn.Module) -> None:
     keys = list(vit.state_dict())
     wiring = unskip.rewire(vit, Anneal(Keep(), Cut(), steps=10))
     wiring.step(5)
@@ -87,18 +87,18 @@ def test_annealed_weights_move_with_the_model_and_stay_out_of_its_state(vit: nn.
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16"])
-def test_a_narrower_model_does_not_round_its_weights(vit: nn.Module, cast: str) -> None:
+def test_narrow_dtypes_do_not_round_the_weights(vit: nn.Module, cast: str) -> None:
     wiring = unskip.rewire(vit, Anneal(Keep(), Decay(0.3), steps=10))
     wiring.step(7)
     before = wiring.alphas
     getattr(vit, cast)()
     assert wiring.alphas == before
     assert {weight.dtype for weight in wiring.tensors()} == {torch.float32}
-    assert vit.to("meta") is vit  # the device is followed
+    assert vit.to("meta") is vit  # the weights follow the device
     assert {weight.device.type for weight in wiring.tensors()} == {"meta"}
 
 
-def test_rewired_gives_learned_weights_back(vit: nn.Module) -> None:
+def test_rewired_restores_learned_weights(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Learn(0.5))
     before = wiring.parameters
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_rewired_gives_learned_weights_back(vit: nn.Module) -> None:
     assert all(wiring.parameters[name] is parameter for name, parameter in before.items())
 
 
-def test_an_anneal_that_begins_cut_does_not_read_the_stream() -> None:
+def test_anneal_from_cut_does_not_read_the_stream() -> None:
     model = h.PreNorm()
     wiring = unskip.rewire(model, Anneal(Cut(), Keep(), steps=4), X)
     assert wiring.alphas == [0.0]
@@ -120,21 +120,21 @@ def test_an_anneal_that_begins_cut_does_not_read_the_stream() -> None:
     assert wiring.alphas == [0.5]
 
 
-def test_an_anneal_to_a_product_asks_only_about_its_own_sites() -> None:
+def test_anneal_to_a_product_is_solved_for_its_sites() -> None:
     model = nn.Sequential(h.PreNorm(), h.PreNorm(), h.PreNorm())
     wiring = unskip.rewire(model, Anneal(Keep(), Decay.to_product(1e-8, back=True), steps=10), X)
     wiring.step(10)
     assert wiring.effective_decay == pytest.approx(1e-8)
 
 
-def test_a_learned_weight_that_diverged_still_prints(vit: nn.Module) -> None:
+def test_str_with_a_nan_weight(vit: nn.Module) -> None:
     wiring = unskip.rewire(vit, Learn())
     with torch.no_grad():
         next(iter(wiring.parameters.values())).fill_(float("nan"))
     assert "effective decay nan" in str(wiring)
 
 
-def test_rewired_in_inference_mode_it_can_still_learn_and_anneal(vit: nn.Module) -> None:
+def test_rewire_in_inference_mode_allows_training(vit: nn.Module) -> None:
     with torch.inference_mode():
         wiring = unskip.rewire(vit, Learn(0.5))
     vit.train()(IMAGES).sum().backward()

@@ -1,4 +1,4 @@
-"""An addition in a function whose decorator passes on only the arguments that it knows by name."""
+"""An addition in a function whose decorator drops unknown keyword arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import unskip
 from unskip import Scale
 
 
-def choosy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def drop_unknown_kwargs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     known = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -23,7 +23,7 @@ def choosy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapper
 
 
-@choosy
+@drop_unknown_kwargs
 def scan(x: Tensor, weight: Tensor) -> Tensor:
     return x + x @ weight
 
@@ -37,11 +37,11 @@ class Block(nn.Module):
         return scan(x, weight=self.weight, unused=x)
 
 
-def test_the_weights_pass_a_wrapper_that_filters() -> None:
+def test_weights_pass_through_a_filtering_decorator() -> None:
     block, x = Block(), torch.randn(2, 3, 4)
     plain = block(x)
     wiring = unskip.rewire(block, Scale(0.5, 0.7), x)
     assert torch.allclose(block(x), 0.5 * x + 0.7 * x @ block.weight)
     wiring.undo()
     assert torch.equal(block(x), plain)
-    assert torch.equal(scan(x, weight=block.weight, unused=x), plain)  # the function itself is left alone
+    assert torch.equal(scan(x, weight=block.weight, unused=x), plain)  # the function itself is unchanged
