@@ -74,7 +74,7 @@ def test_a_linear_block_does_not_drop_its_skip(scale: float) -> None:
 
 def test_box_constraints_on_weights_of_uneven_size() -> None:
     """Numbers on which a trust-region method for box constraints does not come to an end."""
-    from unskip.absorption._search import equation, search
+    from unskip.absorption._search import full_equation, search
 
     joint = [
         [2147483647.9999998, -715827882.6666665, 2147483648.0, 1789569706.6666665, 1073741824.0, 1789569706.6666667],
@@ -95,7 +95,7 @@ def test_box_constraints_on_weights_of_uneven_size() -> None:
         [528611359507.6922, 352407573005.1283],
     ]
     parts = (torch.tensor(part, dtype=torch.float64) for part in (joint, rows, goal))
-    assert search(equation(*parts, 1e13), lambda flips: False) is None
+    assert search(full_equation(*parts, 1e13), lambda flips: False) is None
 
 
 @pytest.mark.parametrize("word", ["softplus:0.5", "log_sigmoid", "squareplus"])

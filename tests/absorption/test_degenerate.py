@@ -10,9 +10,9 @@ from tests.absorption.blocks import close, normal, numbers
 
 from unskip.absorption import Block, _decide, absorb
 from unskip.absorption._activations import resolve
-from unskip.absorption._check_keys import groups
-from unskip.absorption._keys import canonical
-from unskip.absorption._problem import reduce
+from unskip.absorption._check_keys import group_units
+from unskip.absorption._keys import canonical_keys
+from unskip.absorption._problem import problem_of
 
 
 def block_with(spares: int, how: str, word: str, d: int = 4, h: int = 12) -> Block:
@@ -42,7 +42,7 @@ WAYS = ["dead column", "zero row", "equal", "mirrored", "scaled", "cancelling"]
 @pytest.mark.parametrize("word", ["relu", "gelu", "leaky_relu:0.5"])
 def test_they_are_counted(how: str, word: str) -> None:
     block = block_with(3, how, word)
-    keys = canonical(reduce(block, 12, "allowed"))
+    keys = canonical_keys(problem_of(block, 12, "allowed"))
     expected = {"cancelling": 6, "scaled": 0 if word == "gelu" else 3}.get(how, 3)
     assert keys.spares == expected
 
@@ -105,7 +105,7 @@ def test_idle_units_leave_flips_alone_where_no_unit_is_spare(
     how: str, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the width of the keys only flips are left, and the idle units' constants are among what they make up."""
-    monkeypatch.setattr(_decide, "CHECKED", 0)  # the certificate as the search found it
+    monkeypatch.setattr(_decide, "MAX_CHECKED", 0)  # the certificate as the search found it
     block = replace(block_with(2, how, word), down_bias=None)
     verdict = absorb(block, width=8 if how == "cancelling" else 10)
     assert verdict.status == "impossible"
@@ -158,13 +158,13 @@ def test_thousands_of_equal_and_mirrored_units(word: str, dtype: torch.dtype) ->
     sign = torch.randint(0, 2, (2000, 1), generator=g) * 2.0 - 1
     up, down = (sign * rows[which]).to(dtype), normal(g, 6, 2000).to(dtype)
     block = Block(up, down, activation=word)
-    keys = canonical(reduce(block, 3, "as-is"))
+    keys = canonical_keys(problem_of(block, 3, "as-is"))
     assert keys.count == 3
     assert torch.equal(keys.sizes.sort().values, torch.bincount(which).sort().values)
     verdict = absorb(block, width=3)
     assert verdict.verify()
     if dtype == torch.float64:  # in bfloat16 each adds less than rounding of all of them
-        seen = groups(reduce(block, 3, "as-is"))
+        seen = group_units(problem_of(block, 3, "as-is"))
         assert seen is not None
-        assert torch.equal(seen.head, keys.first)
-        assert torch.equal(seen.of, keys.member)
+        assert torch.equal(seen.first, keys.first)
+        assert torch.equal(seen.group, keys.member)

@@ -61,10 +61,10 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("dense", [_search.DENSE, 1000])
+@pytest.mark.parametrize("dense", [_search.MAX_DENSE, 1000])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_weights_stay_where_they_are(name: str, dense: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_search, "DENSE", dense)
+    monkeypatch.setattr(_search, "MAX_DENSE", dense)
     block = BLOCKS[name]()
     here = absorb(block)
     with Far() as far:
@@ -93,7 +93,7 @@ def test_spare_units_are_used_there() -> None:
 @pytest.mark.parametrize("degenerate", [False, True])
 def test_the_number_of_steps_does_not_grow_with_the_units(degenerate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU waits for the host at every number that is read, and every step is a kernel to start."""
-    monkeypatch.setattr(_search, "DENSE", 1000)
+    monkeypatch.setattr(_search, "MAX_DENSE", 1000)
     found = []
     for h in (64, 768):
         with Far() as far:

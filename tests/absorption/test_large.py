@@ -10,12 +10,12 @@ from tests.absorption.blocks import close, normal, numbers, planted
 
 from unskip.absorption import Block, _search, absorb
 
-D, H = 64, 256  # with DENSE lowered
+D, H = 64, 256  # with MAX_DENSE lowered
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_search, "DENSE", 1000)
+    monkeypatch.setattr(_search, "MAX_DENSE", 1000)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -67,14 +67,14 @@ def test_other_skips(rank: int) -> None:
 @pytest.mark.parametrize(("d", "h"), [(6, 300), (3, 700)])
 def test_a_box_that_is_missed_by_little(d: int, h: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More units than equations: t exists, but not in [0, 1]. Y is normal to a face of what flips can reach."""
-    monkeypatch.setattr(_search, "DENSE", 10**7)
+    monkeypatch.setattr(_search, "MAX_DENSE", 10**7)
     g = numbers(0)
     joint, rows, normal_to = normal(g, d, h), normal(g, h, d) * torch.exp(normal(g, h, 1)), normal(g, d, d)
     chosen = (joint * (normal_to @ rows.mT)).sum(0) > 0
     reached = joint[:, chosen] @ rows[chosen]
     away = 1e-3 * float(reached.norm())
     goal = reached + away * normal_to / normal_to.norm()
-    dual = _search.search(_search.equation(joint, rows, goal, away / 10), lambda flips: False)
+    dual = _search.search(_search.full_equation(joint, rows, goal, away / 10), lambda flips: False)
     assert dual is not None
     assert away / 10 < dual.bound <= away * (1 + 1e-9)
     matrix = dual.matrix
@@ -83,4 +83,4 @@ def test_a_box_that_is_missed_by_little(d: int, h: int, monkeypatch: pytest.Monk
     assert float(bound) == pytest.approx(dual.bound, rel=1e-6)
     # What is inside is not barred, and it comes to an end.
     inside = joint @ (0.5 + 0.4 * torch.cos(torch.arange(h).double()))[:, None].mul(rows)
-    assert _search.search(_search.equation(joint, rows, inside, 1e-9), lambda flips: False) is None
+    assert _search.search(_search.full_equation(joint, rows, inside, 1e-9), lambda flips: False) is None

@@ -17,9 +17,9 @@ from torch import Tensor
 from unskip.absorption import Block, Norm, absorb
 from unskip.absorption._activations import resolve
 from unskip.absorption._construct import build
-from unskip.absorption._keys import canonical
-from unskip.absorption._measure import agree
-from unskip.absorption._problem import reduce
+from unskip.absorption._keys import canonical_keys
+from unskip.absorption._measure import compare_outputs
+from unskip.absorption._problem import problem_of
 
 SMALL = 2.0**-60  # 1e-18
 
@@ -223,9 +223,9 @@ def test_badly_conditioned_splits_in_float64() -> None:
     block = Block(
         up, torch.tensor(down, dtype=torch.float64), up_bias=bias, down_bias=torch.zeros(2).double(), activation="gelu"
     )
-    problem = reduce(block, 4, "as-is")
-    keys = canonical(problem)
+    problem = problem_of(block, 4, "as-is")
+    keys = canonical_keys(problem)
     made = build(problem, keys, torch.zeros(2, dtype=torch.bool), split=(0, 1))
     assert made is not None
-    assert not agree(block, made.block).holds
+    assert not compare_outputs(block, made.block).holds
     assert absorb(block).status != "impossible"

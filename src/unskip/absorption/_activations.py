@@ -1,14 +1,14 @@
-"""What is known about each activation: the facts that a verdict may be built on.
+"""Activations and the facts about each that a verdict may use.
 
-An activation phi has a linear odd part ("class O") when
+An activation phi has a linear odd part ("class O") if
 
     phi(z) - phi(-z) = c z,  c != 0        that is        phi(z) = (c / 2) z + e(z) with e even.
 
-Then flipping the sign of a unit's row changes the block by a linear map, and nothing else does. The facts that make an
-`impossible` sound (no relation among the e(u.x + b) beyond the obvious ones) are proved one activation at a time, so
-only the activations of this file may lead to one. One that a user registers can lead to `possible` or `undecided`.
+Flipping the sign of a unit's row and bias then changes the block by an affine map and nothing else. An `impossible`
+also needs a proof that the e(u.x + b) have no relations beyond the obvious ones. That is proved separately for each
+activation of this file, so a registered one leads only to `possible` or `undecided`.
 
-The setting is that of "Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705).
+Setting: "Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Family = Literal["odd-linear", "linear", "bounded", "elu", "mish", "even", "powe
 
 @dataclass(frozen=True)
 class Activation:
-    """A function on numbers and the facts about it. `trusted` is set by this module alone."""
+    """An elementwise function and the facts about it. Only this module sets `trusted`."""
 
     name: str
     function: Callable[[Tensor], Tensor]
@@ -46,43 +46,48 @@ class Activation:
 
 
 def _softplus(beta: float) -> Callable[[Tensor], Tensor]:
-    # torch switches to the identity beyond 20 / beta, which costs the odd part 2e-9 / beta.
+    # torch's own softplus is the identity beyond 20 / beta, an error of 2e-9 / beta in the odd part.
     return lambda x: x.clamp(min=0) + torch.log1p(torch.exp(-beta * x.abs())) / beta  # beta x may overflow
 
 
 def _shifted_softplus(x: Tensor) -> Tensor:
-    """log((1 + e^x) / 2) = x / 2 + log cosh(x / 2), with nothing that cancels at 0: softplus(x) - log 2 is off by 1e-16
-    there, which is all there is of it where the weights are tiny."""
+    """log((1 + e^x) / 2) = x / 2 + log cosh(x / 2), without cancellation at 0.
+
+    softplus(x) - log 2 has an error of 1e-16 there, as large as the value itself if the weights are tiny.
+    """
     half = x / 2
-    near = torch.log1p(2 * torch.sinh(half.clamp(-2, 2) / 2).square())
-    far = half.abs() + torch.log1p(torch.exp(-2 * half.abs())) - math.log(2)
-    return half + torch.where(half.abs() <= 1, near, far)
+    small = torch.log1p(2 * torch.sinh(half.clamp(-2, 2) / 2).square())
+    large = half.abs() + torch.log1p(torch.exp(-2 * half.abs())) - math.log(2)
+    return half + torch.where(half.abs() <= 1, small, large)
 
 
 _THRESHOLD = "torch's softplus is the identity beyond its threshold, so its odd part is linear only up to 2e-9 / beta"
 
 
-def _fact(name: str, family: Family, at_zero: float = 0.0, **more: Any) -> Activation:
-    facts = {"function": ACTIVATIONS.get(name), **more}
+def _trusted(name: str, family: Family, at_zero: float = 0.0, **others: Any) -> Activation:
+    facts = {"function": ACTIVATIONS.get(name), **others}
     return Activation(name, family=family, at_zero=at_zero, trusted=True, **facts)
 
 
-def _odd(name: str, at_zero: float = 0.0, **more: Any) -> Activation:
-    return _fact(name, "odd-linear", at_zero, **{"odd": Fraction(1), "analytic": True, **more})
+def _class_o(name: str, at_zero: float = 0.0, **others: Any) -> Activation:
+    return _trusted(name, "odd-linear", at_zero, **{"odd": Fraction(1), "analytic": True, **others})
 
 
-def _number(word: str, value: float, positive: bool = False) -> float:
+def _number(name: str, value: float, positive: bool = False) -> float:
     if not math.isfinite(value) or (positive and value <= 0):
-        raise BadInput(f"activation {word}:{value}: it takes a {'positive' if positive else 'finite'} number")
+        raise BadInput(f"activation {name}:{value}: the number must be {'positive' if positive else 'finite'}")
     return value
 
 
-def _text(value: float) -> str:
+def _number_text(value: float) -> str:
     return repr(float(value)).removesuffix(".0")
 
 
 def _leaky(slope: float) -> Activation:
-    name, function = f"leaky_relu:{_text(_number('leaky_relu', slope))}", lambda x: torch.where(x > 0, x, slope * x)
+    name, function = (
+        f"leaky_relu:{_number_text(_number('leaky_relu', slope))}",
+        lambda x: torch.where(x > 0, x, slope * x),
+    )
     base = Activation(name, function, homogeneous=True, at_zero=0.0, trusted=True)
     if slope == 1:
         return replace(base, family="linear", odd=Fraction(2), analytic=True)
@@ -93,7 +98,9 @@ def _leaky(slope: float) -> Activation:
 
 def _swish(beta: float) -> Activation:
     base = replace(
-        _odd("silu"), name=f"silu:{_text(_number('silu', beta))}", function=lambda x: x * torch.sigmoid(beta * x)
+        _class_o("silu"),
+        name=f"silu:{_number_text(_number('silu', beta))}",
+        function=lambda x: x * torch.sigmoid(beta * x),
     )
     return replace(base, family="linear", homogeneous=True) if beta == 0 else base  # z / 2
 
@@ -101,67 +108,67 @@ def _swish(beta: float) -> Activation:
 def _elu(alpha: float) -> Activation:
     if _number("elu", alpha) == 0:
         return replace(BUILT_IN["relu"], name="elu:0")
-    return _fact(f"elu:{_text(alpha)}", "elu", function=lambda x: F.elu(x, alpha))
+    return _trusted(f"elu:{_number_text(alpha)}", "elu", function=lambda x: F.elu(x, alpha))
 
 
 def _celu(alpha: float) -> Activation:
     _number("celu", alpha, positive=True)
-    return replace(BUILT_IN["celu"], name=f"celu:{_text(alpha)}", function=lambda x: F.celu(x, alpha))
+    return replace(BUILT_IN["celu"], name=f"celu:{_number_text(alpha)}", function=lambda x: F.celu(x, alpha))
 
 
-def _soft(beta: float) -> Activation:
+def _softplus_beta(beta: float) -> Activation:
     _number("softplus", beta, positive=True)
-    base = replace(BUILT_IN["softplus"], name=f"softplus:{_text(beta)}", function=_softplus(beta))
+    base = replace(BUILT_IN["softplus"], name=f"softplus:{_number_text(beta)}", function=_softplus(beta))
     return replace(base, at_zero=math.log(2) / beta)
 
 
 def _hardtanh(low: float, high: float) -> Activation:
     if not _number("hardtanh", low) < _number("hardtanh", high):
         raise BadInput(f"activation hardtanh:{low:g},{high:g}: the first number must be below the second")
-    name = f"hardtanh:{_text(low)},{_text(high)}"
-    return _fact(name, "bounded", min(max(0.0, low), high), function=lambda x: x.clamp(low, high))
+    name = f"hardtanh:{_number_text(low)},{_number_text(high)}"
+    return _trusted(name, "bounded", min(max(0.0, low), high), function=lambda x: x.clamp(low, high))
 
 
 BUILT_IN: dict[str, Activation] = {
     "identity": replace(_leaky(1.0), name="identity", function=ACTIVATIONS["identity"]),
     "relu": replace(_leaky(0.0), name="relu", function=ACTIVATIONS["relu"]),
     "leaky_relu": replace(_leaky(0.01), name="leaky_relu"),
-    "gelu": _odd("gelu"),
-    "gelu_tanh": _odd("gelu_tanh"),
-    "quick_gelu": _odd("quick_gelu"),
-    "silu": _odd("silu"),
-    "softplus": _odd("softplus", math.log(2), function=_softplus(1.0), note=_THRESHOLD),
-    "shifted_softplus": _odd("shifted_softplus", function=_shifted_softplus, note=_THRESHOLD),
-    "squareplus": _odd("squareplus", 1.0),
-    "log_sigmoid": _odd("log_sigmoid", -math.log(2)),
-    "hardswish": _odd("hardswish", analytic=False),
-    "tanh": _fact("tanh", "bounded", analytic=True),
-    "sigmoid": _fact("sigmoid", "bounded", 0.5, analytic=True),
-    "sin": _fact("sin", "bounded", analytic=True),
-    "softsign": _fact("softsign", "bounded"),
-    "relu6": _fact("relu6", "bounded"),
-    "hardtanh": _fact("hardtanh", "bounded"),
-    "hardsigmoid": _fact("hardsigmoid", "bounded", 0.5),
-    "elu": _fact("elu", "elu"),
-    "selu": _fact("selu", "elu"),
-    "celu": _fact("celu", "elu", function=F.celu),
-    "mish": _fact("mish", "mish", analytic=True),
+    "gelu": _class_o("gelu"),
+    "gelu_tanh": _class_o("gelu_tanh"),
+    "quick_gelu": _class_o("quick_gelu"),
+    "silu": _class_o("silu"),
+    "softplus": _class_o("softplus", math.log(2), function=_softplus(1.0), note=_THRESHOLD),
+    "shifted_softplus": _class_o("shifted_softplus", function=_shifted_softplus, note=_THRESHOLD),
+    "squareplus": _class_o("squareplus", 1.0),
+    "log_sigmoid": _class_o("log_sigmoid", -math.log(2)),
+    "hardswish": _class_o("hardswish", analytic=False),
+    "tanh": _trusted("tanh", "bounded", analytic=True),
+    "sigmoid": _trusted("sigmoid", "bounded", 0.5, analytic=True),
+    "sin": _trusted("sin", "bounded", analytic=True),
+    "softsign": _trusted("softsign", "bounded"),
+    "relu6": _trusted("relu6", "bounded"),
+    "hardtanh": _trusted("hardtanh", "bounded"),
+    "hardsigmoid": _trusted("hardsigmoid", "bounded", 0.5),
+    "elu": _trusted("elu", "elu"),
+    "selu": _trusted("selu", "elu"),
+    "celu": _trusted("celu", "elu", function=F.celu),
+    "mish": _trusted("mish", "mish", analytic=True),
     "abs": replace(_leaky(-1.0), name="abs", function=ACTIVATIONS["abs"]),
-    "relu2": _fact("relu2", "power"),
-    "square": _fact("square", "power", analytic=True),
+    "relu2": _trusted("relu2", "power"),
+    "square": _trusted("square", "power", analytic=True),
 }
 ALIASES = {"swish": "silu", "gelu_new": "gelu_tanh", "relu_squared": "relu2", "logsigmoid": "log_sigmoid"}
-PARAMETRISED: dict[str, Callable[..., Activation]] = {
+PARAMETRISED: dict[str, Callable[..., Activation]] = {  # "leaky_relu:0.2"
     "leaky_relu": _leaky,
     "prelu": _leaky,
     "silu": _swish,
     "swish": _swish,
     "elu": _elu,
     "celu": _celu,
-    "softplus": _soft,
+    "softplus": _softplus_beta,
     "hardtanh": _hardtanh,
 }
-# The name of a gated MLP, and the activation of its gate.
+# Names of gated MLPs with the activation of the gate.
 GATED = {
     "swiglu": "silu",
     "geglu": "gelu",
@@ -176,31 +183,31 @@ _registered: dict[str, Activation] = {}
 
 
 def register(activation: Activation) -> Activation:
-    """Adds an activation. It can lead to `possible` or `undecided`; `impossible` takes a proof about the activation.
+    """Registers an activation. It can lead to `possible` or `undecided`; `impossible` needs a proof about it.
 
-    With `odd` given, phi(z) - phi(-z) = odd * z is checked on a grid.
+    If `odd` is given, phi(z) - phi(-z) = odd * z is checked on a grid.
     """
     name = activation.name
     if not name or ":" in name or name in BUILT_IN or name in GATED or name in ALIASES or name in PARAMETRISED:
-        raise BadInput(f"activation {name!r}: the name is taken or not a plain name; choose another")
+        raise BadInput(f"activation {name!r}: the name is taken, empty or contains a colon; choose another")
     if activation.odd is not None:
         z = torch.linspace(-9.0, 9.0, 181, dtype=torch.float64)
         gap = activation.function(z) - activation.function(-z) - float(activation.odd) * z
         if not bool(gap.abs().max() <= 1e-8):
-            off = f"phi(z) - phi(-z) is not {activation.odd} z (off by {float(gap.abs().max()):.3g})"
-            raise BadInput(f"activation {name!r}: {off}; leave odd out, or correct it")
+            wrong = f"phi(z) - phi(-z) is not {activation.odd} z (off by {float(gap.abs().max()):.3g})"
+            raise BadInput(f"activation {name!r}: {wrong}; correct odd or leave it out")
     family: Family = "odd-linear" if activation.odd else "other"
     _registered[name] = replace(activation, family=family, trusted=False)
     return _registered[name]
 
 
 def names() -> list[str]:
-    """Every name that `resolve` knows."""
+    """All names that `resolve` accepts."""
     return sorted({*BUILT_IN, *GATED, *ALIASES, *_registered})
 
 
 def resolve(word: str) -> tuple[Activation, bool]:
-    """The activation of a name, and whether it is a gate's: "gelu", "swiglu", "leaky_relu:0.2"."""
+    """The activation of a name such as "gelu", "swiglu" or "leaky_relu:0.2", and whether the MLP is gated."""
     if not isinstance(word, str):
         raise BadInput(f"the activation must be a name such as 'gelu', got {word!r}")
     name, colon, number = word.strip().lower().partition(":")
@@ -208,12 +215,12 @@ def resolve(word: str) -> tuple[Activation, bool]:
         if name not in PARAMETRISED:
             raise BadInput(f"activation {word!r}: only {', '.join(PARAMETRISED)} take a number after a colon")
         try:
-            numbers = [float(each) for each in number.split(",")]
+            numbers = [float(part) for part in number.split(",")]
         except ValueError:
             raise BadInput(f"activation {word!r}: {number!r} is not a number; write {name}:0.5") from None
-        wanted = 2 if name == "hardtanh" else 1
-        if len(numbers) != wanted:
-            raise BadInput(f"activation {word!r}: {name} takes {wanted} numbers, got {len(numbers)}")
+        expected = 2 if name == "hardtanh" else 1
+        if len(numbers) != expected:
+            raise BadInput(f"activation {word!r}: {name} takes {expected} numbers, got {len(numbers)}")
         return PARAMETRISED[name](*numbers), False
     if name in GATED:
         return BUILT_IN[GATED[name]], True
@@ -222,7 +229,7 @@ def resolve(word: str) -> tuple[Activation, bool]:
     if found is None:
         known = names()
         raise BadInput(
-            f"no activation is called {word!r}{nearest(word, known)}; there are: {', '.join(known)}; "
+            f"unknown activation {word!r}{nearest(word, known)}; known: {', '.join(known)}; "
             "absorption.register adds one"
         )
     return found, False

@@ -1,11 +1,11 @@
-"""Rewrites the MLP sites of a model without their skips, and takes it back.
+"""Rewrites the MLP sites of a model without their skips, reversibly.
 
-    exact         sites whose verdict is possible: the same weights with some rows turned around
+    exact         sites whose verdict is possible: the same weights with the signs of some rows flipped
     widen         sites without a norm on the branch: exact, with more units
-    approximate   any site, norms included: the same width, fitted to what the site reads
+    approximate   any site, norms included: the same width, fitted to the site's inputs
 
-The skip itself is cut by `rewire`, so the model's own code runs with alpha = 0 there. Approximate replacements are
-fitted one after another, each to what its site reads in the model as it is by then.
+`rewire` cuts the skip, so the model's own forward runs with alpha = 0 there. Approximate replacements are fitted in
+execution order, each to the inputs of its site after the sites before it were rewritten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from unskip import _checks
 from unskip._modes import evaluating
 from unskip.absorption._applied import Applied, Owners, write
-from unskip.absorption._approximate import approximate, enough
+from unskip.absorption._approximate import approximate, inputs_to_read
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
 from unskip.absorption._from import (
@@ -39,9 +39,9 @@ from unskip.errors import BadInput, RewireError, UnskipError
 from unskip.wiring import Cut, find_wiring, rewire
 
 Mode = Literal["exact", "widen", "approximate"]  # how a model is rewritten
-_CHANGED = 1e-2  # of the outputs: above the rounding of a deep model, far below what another function differs by
-_CHANGED_HALF = 1e-1
-BEHIND = "its MLP reads a norm, so no exact replacement exists; mode='approximate' can be used on data"
+_MAX_CHANGE = 1e-2  # relative: above the rounding of a deep model, far below the difference of another function
+_MAX_CHANGE_HALF = 1e-1
+NORM_ON_BRANCH = "its MLP reads a norm, so no exact replacement exists; mode='approximate' can be used on data"
 
 
 def apply(
@@ -111,7 +111,7 @@ def apply(
                 f"{out.difference:.2g} of their size on inputs that were held out, more than max_error={max_error:g}; "
                 "nothing was changed. Rewrite fewer sites with where=, use distil=, or raise max_error"
             )
-        if mode != "approximate" and not out.difference <= _most(model):
+        if mode != "approximate" and not out.difference <= _max_change(model):
             raise RewireError(
                 f"apply: the rewritten model's outputs differ by {out.difference:.2g} of their size on the example, so "
                 "some branch does what its weights do not show; nothing was changed. where= leaves sites out"
@@ -153,10 +153,10 @@ def _difference(before: list[Tensor], after: list[Tensor]) -> float:
     return (gap / size) ** 0.5 if size else gap
 
 
-def _most(model: nn.Module) -> float:
+def _max_change(model: nn.Module) -> float:
     """What rounding may change in the outputs, relative."""
     half = any(weight.is_floating_point() and weight.element_size() < 4 for weight in model.parameters())
-    return _CHANGED_HALF if half else _CHANGED
+    return _MAX_CHANGE_HALF if half else _MAX_CHANGE
 
 
 def _refusal(part: MlpParts, block: Block, mode: Mode, tied: set[int]) -> str | None:
@@ -166,7 +166,7 @@ def _refusal(part: MlpParts, block: Block, mode: Mode, tied: set[int]) -> str | 
     if part.site.runs > 1 or any(id(weight) in tied for weight in (*part.parameters, *part.biases)):
         return "its weights are tied to those of another run, site or module"
     if {"pre", "out"} & block.norms.keys() and mode != "approximate":
-        return BEHIND
+        return NORM_ON_BRANCH
     scale = part.beta * (block.down.new_ones(len(block.down)) if part.scale is None else part.scale.flatten())
     return None if bool((scale != 0).all()) else "its branch is scaled by zero"
 
@@ -192,7 +192,7 @@ def _rewrite(
             wide = widen(block)
             made, said = wide.block, f"{wide.extra} more units, relative error {wide.error:.2g}"
         else:
-            read = streams(out.model, fit, enough(block.width), part.site.index).get(part.site.index)
+            read = streams(out.model, fit, inputs_to_read(block.width), part.site.index).get(part.site.index)
             if read is None:
                 return "what it reads could not be seen"
             near = approximate(block.bare() if "post" in block.norms else block, read, distil=distil)

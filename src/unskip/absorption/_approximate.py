@@ -25,7 +25,7 @@ from torch import Tensor
 
 from unskip import _checks
 from unskip.absorption._block import WEIGHTS, Block
-from unskip.absorption._construct import pivots
+from unskip.absorption._construct import independent_rows
 from unskip.absorption._domain import as_rows
 from unskip.absorption._from import block_of
 from unskip.anatomy import MlpParts
@@ -45,14 +45,14 @@ class Approximation:
     held_out: int  # inputs that the errors are of
 
 
-def needed(width: int) -> int:
+def min_inputs(width: int) -> int:
     """Inputs that a fit needs: half are held out, a tenth chooses the step, and the rest exceeds the unknowns."""
     return math.ceil(2.5 * (width + 1))
 
 
-def enough(width: int) -> int:
+def inputs_to_read(width: int) -> int:
     """Inputs of a site that are read, where the data has them: a fit to the fewest it needs follows their noise."""
-    return max(needed(width), 8192)
+    return max(min_inputs(width), 8192)
 
 
 def approximate(block: Block | MlpParts, inputs: Tensor, distil: int = 0) -> Approximation:
@@ -66,10 +66,10 @@ def approximate(block: Block | MlpParts, inputs: Tensor, distil: int = 0) -> App
     distil = _checks.whole("approximate", "distil", distil, low=0)
     if "post" in block.norms:
         raise BadInput("approximate: set the norm after the sum aside with block.bare(); it acts on both the same way")
-    if len(x) < needed(block.width):
+    if len(x) < min_inputs(block.width):
         raise BadInput(
-            f"approximate: {len(x)} inputs are too few for {block.width} units: {needed(block.width)} are needed, so "
-            "that the fit has more inputs than unknowns and half can be held out"
+            f"approximate: {len(x)} inputs are too few for {block.width} units: {min_inputs(block.width)} are needed, "
+            "so that the fit has more inputs than unknowns and half can be held out"
         )
     if bool((x == x[0]).all()):
         raise BadInput("approximate: all inputs are the same, so there is nothing to fit; give what the block reads")
@@ -118,7 +118,7 @@ def _ladder(block: Block, x: Tensor) -> Iterator[tuple[str, Block]]:
         return
     yield "refit", _refit(free, x, target)
     if block.gated:
-        opened = _open(free, x)
+        opened = _constant_gates(free, x)
         if opened is not None:
             yield "open", _refit(opened, x, target)
         return
@@ -155,7 +155,7 @@ def _split(block: Block, x: Tensor) -> Block:
     room = min(d, h // 2)
     order = weight.argsort()
     keep = order[room:].sort().values
-    rows = pivots(block.up[keep])[:room]
+    rows = independent_rows(block.up[keep])[:room]
     mirrored = keep[torch.tensor(rows).to(keep.device)]
     bias = block.up_bias
     up = torch.cat([block.up[keep], -block.up[mirrored]])
@@ -168,7 +168,7 @@ def _split(block: Block, x: Tensor) -> Block:
     return replace(block, up=up, down=down, up_bias=bias)
 
 
-def _open(block: Block, x: Tensor) -> Block | None:
+def _constant_gates(block: Block, x: Tensor) -> Block | None:
     """Units with a constant gate in place of those that matter least; None where a gate cannot be constant."""
     assert block.gate is not None
     at_zero = float(block.phi.function(torch.zeros(1, dtype=torch.float64)))

@@ -22,22 +22,22 @@ ROUNDING = 64 * EPS
 class Groups:
     """Units that share a key."""
 
-    head: Tensor  # (m,) one unit of every group that counts
-    of: Tensor  # (h,) the group of every unit, -1 where it counts for nothing
-    turn: Tensor  # (h,) 1 where it looks the same way as its head, else -1
+    first: Tensor  # (m,) one unit of every group that counts
+    group: Tensor  # (h,) the group of every unit, -1 where it counts for nothing
+    sign: Tensor  # (h,) 1 where it looks the same way as its head, else -1
     ratio: Tensor  # (h,) its length against that of its head
     side: Tensor  # (h,) the sign of a unit that is affine on the domain, else 0
 
 
-def groups(at: Problem) -> Groups | None:
+def group_units(problem: Problem) -> Groups | None:
     """The groups, or None where two units, or a unit and nothing, cannot be told apart."""
-    up, bias, phi = at.up, at.bias, at.block.phi
-    lengths = at.lengths
-    idle = (lengths == 0) | (at.columns == 0)
+    up, bias, phi = problem.up, problem.bias, problem.block.phi
+    lengths = problem.row_norms
+    idle = (lengths == 0) | (problem.column_norms == 0)
     side = torch.zeros_like(bias)
-    if at.bounded and at.domain is not None:
-        side = at.domain.side(up, bias)
-        if bool((~idle & (side == 0) & ~at.domain.cuts(up, bias)).any()):
+    if problem.affine_possible and problem.domain is not None:
+        side = problem.domain.side(up, bias)
+        if bool((~idle & (side == 0) & ~problem.domain.cuts(up, bias)).any()):
             return None
         idle = idle | (side != 0)
     size = lengths.clamp(min=1e-300) if phi.homogeneous else torch.ones_like(lengths)
@@ -71,9 +71,9 @@ def groups(at: Problem) -> Groups | None:
                 return None
         ratio[at_once] = stretch.flatten()
     if len(follow):  # groups whose columns cancel count for nothing either
-        joint = _joint(at, of, ratio, count)
-        bulk = at.long_down.new_zeros(count).index_add_(0, label, (at.long_down * ratio)[units])
-        gone = joint.norm(dim=0) <= ROUNDING * (len(at.down) if at.block.norms else 1) * bulk
+        joint = _joint(problem, of, ratio, count)
+        bulk = problem.raw_down_norms.new_zeros(count).index_add_(0, label, (problem.raw_down_norms * ratio)[units])
+        gone = joint.norm(dim=0) <= ROUNDING * (len(problem.down) if problem.block.norms else 1) * bulk
         keep = torch.where(gone, -1, torch.cumsum((~gone).long(), 0) - 1)
         of = torch.where(of >= 0, keep[of.clamp(min=0)], of)
         head = head[~gone]
@@ -92,35 +92,37 @@ def _refine(label: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-def _joint(at: Problem, of: Tensor, ratio: Tensor, count: int) -> Tensor:
+def _joint(problem: Problem, of: Tensor, ratio: Tensor, count: int) -> Tensor:
     active = of >= 0
-    joint = at.down.new_zeros(len(at.down), count)
-    return joint.index_add_(1, of[active], (at.down * ratio)[:, active])
+    joint = problem.down.new_zeros(len(problem.down), count)
+    return joint.index_add_(1, of[active], (problem.down * ratio)[:, active])
 
 
-def flip_equation(at: Problem, found: Groups, line: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def flip_equation(problem: Problem, found: Groups, line: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """J, U and B of  sum_k t_k J_k u_k^T = B  on some of its rows and columns."""
-    rows, goal = at.rows, at.target
-    joint = at.down if len(found.head) == len(rows) else _joint(at, found.of, found.ratio, len(found.head))
+    rows, goal = problem.rows, problem.target
+    joint = (
+        problem.down if len(found.first) == len(rows) else _joint(problem, found.group, found.ratio, len(found.first))
+    )
     if len(line) < len(goal) or len(column) < rows.shape[1]:
         joint, rows, goal = joint[line], rows[:, column], goal[line][:, column]
-        down = at.down[line]
+        down = problem.down[line]
     else:
-        down = at.down
-    goal = -goal / at.odd
-    against = torch.nonzero((found.of >= 0) & (found.turn < 0)).flatten()
+        down = problem.down
+    goal = -goal / problem.odd
+    against = torch.nonzero((found.group >= 0) & (found.sign < 0)).flatten()
     goal = goal - down[:, against] @ rows[against]
-    spare = torch.nonzero(found.of < 0).flatten()
+    spare = torch.nonzero(found.group < 0).flatten()
     if len(spare):
         # A unit that counts for nothing still has a linear part, and one that sees nothing is a constant.
-        slope = torch.where(found.side > 0, 1.0, at.odd - 1) / at.odd
+        slope = torch.where(found.side > 0, 1.0, problem.odd - 1) / problem.odd
         half = torch.where(found.side[spare] == 0, torch.full_like(slope[spare], 0.5), slope[spare])
         seen = half[:, None] * rows[spare]
-        blind = at.lengths[spare] == 0
+        blind = problem.row_norms[spare] == 0
         seen[blind] = 0
-        if not at.output_bias:
-            constant = column == at.up.shape[1]
-            value = at.unit * at.block.phi.function(at.bias[spare]) / at.odd
+        if not problem.output_bias:
+            constant = column == problem.up.shape[1]
+            value = problem.constant_scale * problem.block.phi.function(problem.bias[spare]) / problem.odd
             seen[:, constant] = torch.where(blind[:, None], value[:, None], seen[:, constant])
         goal = goal - down[:, spare] @ seen
-    return joint, rows[found.head] if len(found.head) < len(rows) else rows, goal
+    return joint, rows[found.first] if len(found.first) < len(rows) else rows, goal

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
-from unskip.absorption._construct import unit_rows
+from unskip.absorption._construct import new_row_norms
 from unskip.absorption._problem import Problem
 from unskip.absorption._verdict import Certificate, Obstruction
 
@@ -25,7 +25,7 @@ from unskip.absorption._verdict import Certificate, Obstruction
 def _moved(problem: Problem) -> dict[str, Tensor] | None:
     """The axis that the skip moves most, as data of a certificate, or None where it moves nothing."""
     sizes = problem.skip.norm(dim=0)
-    if float(sizes.max()) <= 1e-9 * problem.long_skip:
+    if float(sizes.max()) <= 1e-9 * problem.raw_skip_norm:
         return None
     axis = torch.zeros_like(sizes)
     axis[int(sizes.argmax())] = 1.0
@@ -67,7 +67,7 @@ def family(problem: Problem) -> Obstruction | None:
     return Obstruction(sentence, Certificate("family", found))
 
 
-def flat(problem: Problem) -> Obstruction | None:
+def linearisation(problem: Problem) -> Obstruction | None:
     """Gates with g(0) = 0, ReLU^2 and z^2, without hidden biases."""
     block, phi, found = problem.block, problem.block.phi, _moved(problem)
     applies = phi.at_zero == 0 if block.gated else phi.family == "power"
@@ -91,13 +91,13 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
     half = problem.odd / 2
     matrix = block.matrix + half * block.down.detach().double() @ block.up.detach().double()
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    size = problem.bulk
+    size = problem.rounding_scale
     width = problem.width
     if len(values) > width and float(values[width]) > max(1e-9 * size, 2 * problem.tolerance):
         sentence = f"The activation is linear and the block a matrix of rank above {width}, the number of units."
         return None, 0.0, Obstruction(sentence, Certificate("rank", {"value": float(values[width])}))
     use = min(width, int((values > 1e-13 * values[0]).sum()))  # less is rounding, along directions that may be silent
-    root = unit_rows(block, values[:use], right[:use])
+    root = new_row_norms(block, values[:use], right[:use])
     lines, columns = right[:use] * root[:, None], left[:, :use] * (values[:use] / root)
     lost = float(values[use:].norm()) if len(values) > use else 0.0
     if width >= min(matrix.shape):  # entry by entry rounding is least
@@ -109,7 +109,7 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
     if block.up_bias is not None:
         shift = half * block.down.detach().double() @ block.up_bias.detach().double()
         const = (shift + (0 if const is None else const.double())).to(block.down.dtype)
-    if const is not None and problem.drop_constant and bool(const.any()):
+    if const is not None and problem.no_output_bias and bool(const.any()):
         return None, 0.0, None
     up, down = up.to(block.up.dtype), down.to(block.down.dtype)
     if not all(bool(torch.isfinite(each).all()) for each in (up, down, const) if each is not None):
@@ -117,7 +117,7 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
     made = Block(
         up,
         down,
-        down_bias=None if problem.drop_constant else const,
+        down_bias=None if problem.no_output_bias else const,
         activation=block.activation,
         skip=0.0,
         norm=block.norm,

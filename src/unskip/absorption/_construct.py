@@ -19,7 +19,7 @@ from unskip.absorption._block import Block
 from unskip.absorption._keys import Keys
 from unskip.absorption._problem import Biases, Problem
 
-SMALL = 200_000  # weights whose rank is computed
+MAX_RANK_ENTRIES = 200_000  # weights whose rank is computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Built:
     """A replacement with the linear error that is left, (o, n), in the coordinates of the problem."""
 
     block: Block
-    left: Tensor
+    residual: Tensor
     flips: Tensor | None  # unit indices, where flips are all that was done
 
 
@@ -71,11 +71,11 @@ def build(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...] = 
 def _constant(problem: Problem, keys: Keys, bias: Tensor, rows: Tensor, biases: Tensor, columns: Tensor) -> Tensor:
     """(o,) the output bias that is left for the replacement."""
     block, half = problem.block.bare().double(), problem.odd / 2
-    if problem.bounded and problem.domain is not None:  # units are affine: one point settles it
+    if problem.affine_possible and problem.domain is not None:  # units are affine: one point settles it
         point = problem.domain.center[None]
         return (block(point) - block.phi.function(point @ rows.mT + biases) @ columns.mT)[0]
     # The even parts are the same. Left out, they do not round: phi(0) may be large beside the rest.
-    blind = problem.lengths == 0
+    blind = problem.row_norms == 0
     blind[keys.first] = False  # kept as they are
     even = block.phi.function(bias[blind]) - half * bias[blind]
     const = half * (block.down @ bias - columns @ biases) + block.down[:, blind] @ even
@@ -93,19 +93,19 @@ def _joint(problem: Problem, keys: Keys) -> Tensor:
 
 def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Units that carry as much of the linear map `rest` as there is room for, and what is left of it."""
-    affine = problem.one_each
+    affine = problem.affine_allowed
     count = room if affine else room // 2
     d = problem.block.inputs
     nothing = rest.new_zeros(0, d), rest.new_zeros(0), rest.new_zeros(len(problem.block.down), 0)
-    if count <= 0 or float(rest.norm()) <= 1e-14 * problem.size:
+    if count <= 0 or float(rest.norm()) <= 1e-14 * problem.skip_norm:
         return *nothing, rest
     left, values, right = torch.linalg.svd(rest, full_matrices=False)
     use = min(count, int((values > 1e-13 * values[0]).sum()))
-    root = unit_rows(problem.block, values[:use], right[:use])
+    root = new_row_norms(problem.block, values[:use], right[:use])
     columns, lines = left[:, :use] * (values[:use] / root), right[:use] * root[:, None]
     remains = rest - columns @ lines
     lines, shifts = (
-        (lines, lines.new_zeros(use)) if problem.output_bias else (lines[:, :-1], lines[:, -1] / problem.unit)
+        (lines, lines.new_zeros(use)) if problem.output_bias else (lines[:, :-1], lines[:, -1] / problem.constant_scale)
     )
     if affine and problem.domain is not None:  # one unit each, whose hinge misses the domain
         shifts = shifts + 1.01 * problem.domain.reach(lines)
@@ -113,7 +113,7 @@ def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, T
     return torch.cat([lines, -lines]), torch.cat([shifts, -shifts]), torch.cat([columns, -columns], 1), remains
 
 
-def unit_rows(block: Block, values: Tensor, right: Tensor) -> Tensor:
+def new_row_norms(block: Block, values: Tensor, right: Tensor) -> Tensor:
     """The lengths of new rows: as those of their columns, but in float16 no row overflows unless an input does."""
     root = values.sqrt()
     return root.minimum(1 / right.abs().sum(1)) if block.dtype == torch.float16 else root
@@ -127,7 +127,7 @@ def _finish(problem: Problem, rows: Tensor, biases: Tensor, columns: Tensor, con
     dtype = block.up.dtype if block.up_bias is None else block.up_bias.dtype
     up_bias = biases.to(dtype) if bool(biases.any()) or (block.up_bias is not None and problem.hidden_bias) else None
     down_bias = None
-    if const is not None and not problem.drop_constant:
+    if const is not None and not problem.no_output_bias:
         dtype = block.down.dtype if block.down_bias is None else block.down_bias.dtype
         down_bias = const.to(dtype) if bool(const.any()) or block.down_bias is not None else None
     # Where it may not have a constant the search has already made it vanish, within rounding.
@@ -137,7 +137,7 @@ def _finish(problem: Problem, rows: Tensor, biases: Tensor, columns: Tensor, con
     return replace(block, up=up, down=down, up_bias=up_bias, down_bias=down_bias, skip=0.0)
 
 
-def pivots(rows: Tensor) -> list[int]:
+def independent_rows(rows: Tensor) -> list[int]:
     """As many rows as are independent, the best first: the pivots of an LU of the rows in a random basis."""
     h, n = rows.shape
     if not h or not bool(rows.any()):
@@ -153,7 +153,7 @@ def pivots(rows: Tensor) -> list[int]:
     return order[:count]
 
 
-def gate_bias(block: Block, biases: Biases) -> bool:
+def allows_gate_bias(block: Block, biases: Biases) -> bool:
     """Whether the replacement may have a bias in its gate."""
     return biases == "allowed" or (biases == "as-is" and block.gate_bias is not None)
 
@@ -169,7 +169,7 @@ def extra_width(problem: Problem, biases: Biases) -> int | None:
     short = max(block.width - problem.width, 0)
     rank, n = skip_rank(block.matrix), problem.up.shape[1]
     if block.gated:  # a zero row of the gate that is open
-        return rank + short if phi.at_zero or gate_bias(block, biases) else None
+        return rank + short if phi.at_zero or allows_gate_bias(block, biases) else None
     if phi.family == "linear":
         whole = min(block.inputs, block.outputs, rank + block.width)
         return max(0, whole - problem.width)
@@ -177,11 +177,11 @@ def extra_width(problem: Problem, biases: Biases) -> int | None:
     if phi.family != "odd-linear" or (not problem.hidden_bias and (bent or not problem.output_bias)):
         return None
     rank = skip_rank(problem.skip)
-    if problem.one_each:
+    if problem.affine_allowed:
         return rank + short
     if not problem.output_bias:  # fresh pairs make up the constant as well
         return 2 * min(rank + 1, block.outputs) + short
-    small = problem.up.numel() <= SMALL
+    small = problem.up.numel() <= MAX_RANK_ENTRIES
     rows = int(torch.linalg.matrix_rank(problem.up, rtol=1e-10)) if small else min(block.width, n)
     return min(2 * rank, 2 * n - rows) + short
 

@@ -20,19 +20,19 @@ from unskip.absorption import _closed
 from unskip.absorption._block import Block
 from unskip.absorption._construct import extra_width
 from unskip.absorption._domain import Domain, as_domain
-from unskip.absorption._flips import decide
+from unskip.absorption._flips import decide_by_flips
 from unskip.absorption._from import block_of
-from unskip.absorption._measure import agree, linear_gap, makes_up
-from unskip.absorption._nearest import near_absorbable, why_not_near
-from unskip.absorption._problem import Biases, Problem, reduce
+from unskip.absorption._measure import compare_outputs, gap_is_negligible, linear_gap
+from unskip.absorption._nearest import absorb_within, unsupported_reason
+from unskip.absorption._problem import Biases, Problem, problem_of
 from unskip.absorption._verdict import Certificate, Obstruction, Verdict
-from unskip.absorption._verify import holding, verify
+from unskip.absorption._verify import valid_certificates, verify
 from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
 
 ROUNDED = "all inputs, up to rounding that grows with the input"
-LARGEST = 2**32  # weights of a replacement
-CHECKED = 200_000  # weights of a block whose certificates are checked before they are handed out
+MAX_WEIGHTS = 2**32  # weights of a replacement
+MAX_CHECKED = 200_000  # weights of a block whose certificates are checked before they are handed out
 
 
 def absorb(
@@ -56,15 +56,15 @@ def absorb(
     if tolerance is not None:  # a relative change of the weights
         tolerance = _checks.number("absorb", "tolerance", tolerance, zero=False, below=1)
     found = block_of(block, example)
-    if width is not None and width * (found.inputs + found.outputs) > LARGEST:
-        raise BadInput(f"absorb: a replacement of width {width:,} would have more than {LARGEST:,} weights")
+    if width is not None and width * (found.inputs + found.outputs) > MAX_WEIGHTS:
+        raise BadInput(f"absorb: a replacement of width {width:,} would have more than {MAX_WEIGHTS:,} weights")
     place = as_domain(domain, found.inputs)
     with torch.no_grad():
         verdict = _checked(_absorb(found, found.width if width is None else width, biases, place))
         if tolerance is None or verdict.status == "possible":
             return verdict
-        why = why_not_near(found, verdict.width)
-        near = near_absorbable(verdict, tolerance, _again) if why is None else None
+        why = unsupported_reason(found, verdict.width)
+        near = absorb_within(verdict, tolerance, _again) if why is None else None
         near = None if near is None else _checked(near)
         if near is not None and near.status == "possible":
             return near
@@ -87,7 +87,7 @@ def _checked(verdict: Verdict) -> Verdict:
 
 
 def _absorb(block: Block, width: int, biases: Biases, domain: Domain | None) -> Verdict:
-    problem, plain = reduce(block, width, biases, domain), _plain(block, width, biases, domain)
+    problem, plain = problem_of(block, width, biases, domain), _plain(block, width, biases, domain)
     if not bool(block.matrix.any()) and width >= block.width and _may_keep(block, biases):
         return replace(
             plain,
@@ -103,7 +103,7 @@ def _absorb(block: Block, width: int, biases: Biases, domain: Domain | None) -> 
     if {"pre", "out"} & block.norms.keys():
         return _behind_a_norm(problem, plain)
     if block.gated:
-        return _impossible(problem, plain, [_closed.flat(problem)], _why(problem))
+        return _impossible(problem, plain, [_closed.linearisation(problem)], _why(problem))
     family = block.phi.family
     if family in ("odd-linear", "linear") and block.extreme:
         why = "its weights are so large or so small that float64 cannot hold their squares; rescale rows and columns"
@@ -112,7 +112,7 @@ def _absorb(block: Block, width: int, biases: Biases, domain: Domain | None) -> 
         return _class_o(problem, plain)
     if family == "linear":
         return _linear(problem, plain)
-    found = [_closed.growth(problem), _closed.family(problem), _closed.flat(problem)]
+    found = [_closed.growth(problem), _closed.family(problem), _closed.linearisation(problem)]
     return _impossible(problem, plain, found, _why(problem))
 
 
@@ -153,9 +153,9 @@ def _plain(block: Block, width: int, biases: Biases, domain: Domain | None, why:
 
 def _impossible(problem: Problem, plain: Verdict, found: Sequence[Obstruction | None], why: str) -> Verdict:
     every = [each for each in found if each is not None]
-    if every and problem.up.numel() + problem.down.numel() <= CHECKED:
+    if every and problem.up.numel() + problem.down.numel() <= MAX_CHECKED:
         # A certificate that its check does not take, for a margin that is too thin, is none.
-        stand = holding(plain, [each.certificate for each in every])
+        stand = valid_certificates(plain, [each.certificate for each in every])
         why = why if any(stand) else "a certificate was found and failed verification: its margin is too thin"
         every = [each for each, holds in zip(every, stand, strict=True) if holds]
     if not every:
@@ -175,10 +175,10 @@ def _undecided(problem: Problem, plain: Verdict, why: str) -> Verdict:
 
 
 def _class_o(problem: Problem, plain: Verdict) -> Verdict:
-    found = decide(problem)
+    found = decide_by_flips(problem)
     if found.built is None:
-        plain = replace(plain, skip_norm=problem.size)
-        return _impossible(problem, plain, found.obstructions, found.why)
+        plain = replace(plain, skip_norm=problem.skip_norm)
+        return _impossible(problem, plain, found.obstructions, found.reason)
     flips = found.built.flips
     how = "units that the block can spare make up the skip"
     if flips is not None:
@@ -207,16 +207,16 @@ def _linear(problem: Problem, plain: Verdict) -> Verdict:
     if made is None:
         return _undecided(problem, plain, "its constant needs an output bias, which the replacement may not have")
     gap, skip = linear_gap(block, made)
-    most = max(problem.near(block.roundoff) / 2, 1e-12 * problem.bulk)
-    seen = agree(block, made, problem.domain, linear=gap)
-    if lost > most or not makes_up(block, gap, skip) or not seen.holds:
+    most = max(problem.rounding_tolerance(block.roundoff) / 2, 1e-12 * problem.rounding_scale)
+    seen = compare_outputs(block, made, problem.domain, linear=gap)
+    if lost > most or not gap_is_negligible(block, gap, skip) or not seen.holds:
         return _undecided(problem, plain, "the width does not carry its rank exactly, but rounding may explain that")
     return replace(
         plain,
         status="possible",
         reason="With a linear activation the block is one matrix, and the width carries its rank.",
         certificate=Certificate("construction", {}),
-        error=float(gap.norm()) / problem.size if problem.size else 0.0,
+        error=float(gap.norm()) / problem.skip_norm if problem.skip_norm else 0.0,
         extra_width=0,
         measured=seen.measured,
         weights=made,

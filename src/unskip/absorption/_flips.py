@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from unskip.absorption._construct import Built, build, pivots
-from unskip.absorption._keys import Keys, canonical, doubtful, separate
-from unskip.absorption._measure import agree, linear_gap, makes_up
-from unskip.absorption._problem import SHARE, Problem, singular_values
-from unskip.absorption._search import Dual, equation, search
+from unskip.absorption._construct import Built, build, independent_rows
+from unskip.absorption._keys import Keys, canonical_keys, count_uncertain, separate_keys
+from unskip.absorption._measure import compare_outputs, gap_is_negligible, linear_gap
+from unskip.absorption._problem import MAX_SHARE, Problem, singular_values
+from unskip.absorption._search import Dual, full_equation, search
 from unskip.absorption._verdict import Certificate, Obstruction
 
-TIGHT = 2e10  # products that a tighter bound, or singular values, may cost
+MAX_PRODUCTS = 2e10  # products that a tighter bound, or singular values, may cost
 
 
 @dataclass(eq=False)
@@ -37,54 +37,56 @@ class Outcome:
     worst: float = math.inf  # of the replacement: its error over what is allowed
     measured: dict[str, float] = field(default_factory=dict)
     obstructions: list[Obstruction] = field(default_factory=list)
-    missed: float | None = None  # what the closest flip set that was not taken leaves of the skip
-    coarse: bool = False  # a replacement was found that the dtype of the weights does not hold well enough
-    why: str = ""  # where neither holds
+    closest: float | None = None  # what the closest flip set that was not taken leaves of the skip
+    lossy: bool = False  # a replacement was found that the dtype of the weights does not hold well enough
+    reason: str = ""  # where neither holds
 
 
-def decide(problem: Problem) -> Outcome:
+def decide_by_flips(problem: Problem) -> Outcome:
     """The flip criterion and what spare units add to it."""
     out = Outcome()
-    keys = canonical(problem)
+    keys = canonical_keys(problem)
     dual = None if keys.spares < 0 else _possible(problem, keys, out)
     if out.built is not None:
         return out
-    trust = distrust(problem)
+    trust = unproved_reason(problem)
     if trust is not None:
-        out.why = f"no replacement was found; {trust}"
+        out.reason = f"no replacement was found; {trust}"
         return out
-    doubt = doubtful(problem, keys)
+    doubt = count_uncertain(problem, keys)
     if keys.spares + doubt < 0 and problem.block.phi.name != "hardswish":
         sentence = f"The block has {keys.count} different nonlinear units; {problem.width} units cannot reproduce them."
         out.obstructions.append(Obstruction(sentence, Certificate("count", {"keys": keys.count})))
     elif keys.spares < 0:
-        out.why = "it takes more units than that exactly, but rounding may have told some of the units apart"
+        out.reason = "it takes more units than that exactly, but rounding may have told some of the units apart"
         if problem.block.phi.name == "hardswish":
-            out.why = "HardSwish units can stand in for one another, so fewer may do"
+            out.reason = "HardSwish units can stand in for one another, so fewer may do"
     elif keys.spares + doubt == 0:
         out.obstructions += _only_flips(dual)
         if problem.up.numel() + problem.down.numel() <= 2_000_000 and problem.output_bias:
             out.obstructions += _spectral(problem, 0)
-        out.why = _open(problem, keys, out)
+        out.reason = _open(problem, keys, out)
     else:
-        freer = problem.with_constant()
-        small = max(part.numel() * min(part.shape) for part in (problem.up, problem.down)) <= TIGHT
+        freer = problem.with_output_bias()
+        small = max(part.numel() * min(part.shape) for part in (problem.up, problem.down)) <= MAX_PRODUCTS
         if small:
             out.obstructions += _spectral(freer, keys.spares + doubt)
         proof = "no general proof applies" if small else "weights this large are not compared by singular values"
-        out.why = f"{keys.spares} spare units could be used in more ways than were tried, and {proof}"
+        out.reason = f"{keys.spares} spare units could be used in more ways than were tried, and {proof}"
         if doubt:
-            out.why = (
+            out.reason = (
                 f"{doubt} units differ from others, or from nothing, by no more than rounding of the stored weights: "
                 "exactly it may be impossible, but weights this close could absorb the skip"
             )
-        if out.coarse:
+        if out.lossy:
             dtype = str(problem.block.dtype).removeprefix("torch.")
-            out.why = f"a replacement was found that loses too many digits stored in {dtype}; ask with block.double()"
+            out.reason = (
+                f"a replacement was found that loses too many digits stored in {dtype}; ask with block.double()"
+            )
     return out
 
 
-def distrust(problem: Problem) -> str | None:
+def unproved_reason(problem: Problem) -> str | None:
     """Why an obstruction by flips would not be sound here, or None."""
     phi = problem.block.phi
     if not phi.trusted:
@@ -94,7 +96,7 @@ def distrust(problem: Problem) -> str | None:
     if phi.name == "hardswish":
         if problem.domain is not None:
             return "HardSwish on a bounded domain is not settled"
-        if bool(problem.bias.any()) and problem.parallel_rows() > 2:
+        if bool(problem.bias.any()) and problem.max_parallel_rows() > 2:
             return "HardSwish units with parallel rows have relations of their own, so more than flips may be possible"
     return None
 
@@ -114,22 +116,22 @@ def flip_bound(problem: Problem, bound: float) -> float:
     that is cheap, unless it is close to what dropping the skip costs; with channels of equal weight where outlier
     channels stand in the way of that.
     """
-    enough = 0.9 * problem.size / abs(problem.odd)
-    if bound < enough and problem.width**2 * sum(problem.target.shape) <= TIGHT:
-        keys = canonical(problem)
-        whole = equation(keys.joint, keys.rows, keys.goal)
-        above, beside = whole.channels
-        even = equation(whole.joint / above, whole.rows / beside, whole.goal / above / beside)
+    enough = 0.9 * problem.skip_norm / abs(problem.odd)
+    if bound < enough and problem.width**2 * sum(problem.target.shape) <= MAX_PRODUCTS:
+        keys = canonical_keys(problem)
+        whole = full_equation(keys.joint, keys.rows, keys.goal)
+        above, beside = whole.channel_norms
+        even = full_equation(whole.joint / above, whole.rows / beside, whole.goal / above / beside)
         for each, weight in ((whole, torch.ones_like(beside)), (even, above * beside)):
             if bound < enough:
-                t = each.closest(rough=keys.count > 512)
+                t = each.box_least_squares(coarse=keys.count > 512)
                 bound = max(bound, whole.bound((each.goal - (each.joint * t) @ each.rows) / weight))
     return abs(problem.odd) * bound
 
 
 def _spectral(problem: Problem, spares: int) -> list[Obstruction]:
     """|c| sigma_i(W_down) sigma_j(W_up) < sigma_rho(A) with i + j - 1 = rho - p: the units are too weak."""
-    if problem.bounded and problem.odd < 1:
+    if problem.affine_possible and problem.odd < 1:
         return []  # units that are affine on the domain then weigh more than 1
     skip, down, up = map(singular_values, (problem.skip, problem.down, problem.up))
     unit, margin = abs(problem.odd), 1e-9
@@ -153,10 +155,10 @@ def _spectral(problem: Problem, spares: int) -> list[Obstruction]:
 
 
 def _open(problem: Problem, keys: Keys, out: Outcome) -> str:
-    if out.missed is not None:
+    if out.closest is not None:
         return (
-            f"a flip set comes within {out.missed / problem.size:.2g} of the skip (relative), which is more than these "
-            "weights' dtype loses and less than a coarser one that holds them exactly; tolerance= takes it"
+            f"a flip set comes within {out.closest / problem.skip_norm:.2g} of the skip (relative), which is more than "
+            "these weights' dtype loses and less than a coarser one that holds them exactly; tolerance= takes it"
         )
     return (
         f"no flip set was found and none could be ruled out; the rank-ones of the {keys.count} units are dependent, or "
@@ -172,23 +174,23 @@ def _possible(problem: Problem, keys: Keys, out: Outcome) -> Dual | None:
             return None
 
     def look(keys: Keys) -> Dual | None:
-        whole = equation(keys.joint, keys.rows, keys.goal, problem.tolerance / abs(problem.odd))
+        whole = full_equation(keys.joint, keys.rows, keys.goal, problem.tolerance / abs(problem.odd))
         return search(whole, lambda flips: _accept(problem, keys, flips, (), out))
 
     dual = look(keys)
     if out.built is None and bool((keys.sizes > 1).any()) and problem.width >= len(problem.up):
-        look(separate(problem))
+        look(separate_keys(problem))
     return dual
 
 
 def _ways(problem: Problem, keys: Keys) -> Iterable[tuple[int, ...]]:
     """The keys to split, way by way; what they leave goes to fresh pairs. Fresh pairs alone come first."""
     yield ()
-    if problem.one_each or not keys.count:
+    if problem.affine_allowed or not keys.count:
         return
     n, p = keys.rows.shape[1], keys.spares
     if p >= 2 * n - min(keys.count, n):
-        order = pivots(keys.rows)
+        order = independent_rows(keys.rows)
         if p >= 2 * n - len(order):
             if p < 2 * n:
                 yield tuple(order[: 2 * n - p])  # as few as will do: the last pivots are the worst conditioned
@@ -202,7 +204,7 @@ def _best(problem: Problem, keys: Keys, ways: Iterable[tuple[int, ...]], out: Ou
         this = Outcome()
         if _accept(problem, keys, nothing, split, this) and this.worst < out.worst:
             out.built, out.error, out.worst, out.measured = this.built, this.error, this.worst, this.measured
-        out.coarse |= this.coarse
+        out.lossy |= this.lossy
 
 
 def _may_overflow(problem: Problem) -> bool:
@@ -219,30 +221,30 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
     block = problem.block
     used = flips.to(keys.rows.device) & keys.without(split)
     weights = keys.joint[:, used].norm(dim=0) * keys.rows[used].norm(dim=1)
-    bulk = math.hypot(problem.odd * float(weights.norm()), problem.size)
-    most = min(problem.near(block.roundoff, bulk / 2), problem.tolerance)
+    bulk = math.hypot(problem.odd * float(weights.norm()), problem.skip_norm)
+    most = min(problem.rounding_tolerance(block.roundoff, bulk / 2), problem.tolerance)
     if not split:  # cheap, and most candidates end here: what is left at least, whatever the fresh pairs are
         rest = keys.joint[:, used] @ keys.rows[used] - keys.goal
-        pairs = max(keys.spares, 0) // (1 if problem.one_each else 2)
+        pairs = max(keys.spares, 0) // (1 if problem.affine_allowed else 2)
         largest = float(rest.abs().sum(0).max() * rest.abs().sum(1).max())  # bounds a squared singular value
         total = (1 - 1e-12) * float(rest.square().sum())
         left = abs(problem.odd) * math.sqrt(max(total - pairs * largest, 0.0))
         if not left <= most:
             if keys.spares == 0 and left <= problem.tolerance:
-                out.missed = min(left, math.inf if out.missed is None else out.missed)
+                out.closest = min(left, math.inf if out.closest is None else out.closest)
             return False
     built = build(problem, keys, used, split)
-    if built is None or not float(built.left.norm()) <= most:
+    if built is None or not float(built.residual.norm()) <= most:
         return False
     gap, skip = linear_gap(block, built.block, problem.domain)
-    if _may_overflow(problem) or not makes_up(block, gap, skip):
-        out.coarse = block.dtype != torch.float64
+    if _may_overflow(problem) or not gap_is_negligible(block, gap, skip):
+        out.lossy = block.dtype != torch.float64
         return False
-    seen = agree(block, built.block, problem.domain, linear=gap)
-    if not seen.holds or 2 * block.roundoff * bulk >= SHARE * problem.size > 0:
-        out.coarse = block.dtype != torch.float64  # or beside such weights rounding alone could hide or make a skip
+    seen = compare_outputs(block, built.block, problem.domain, linear=gap)
+    if not seen.holds or 2 * block.roundoff * bulk >= MAX_SHARE * problem.skip_norm > 0:
+        out.lossy = block.dtype != torch.float64  # or beside such weights rounding alone could hide or make a skip
         return False
     out.built, out.worst, out.measured = built, seen.worst, seen.measured
-    left = float((built.left if built.flips is not None else gap).norm())
-    out.error = left / problem.size if problem.size else 0.0
+    left = float((built.residual if built.flips is not None else gap).norm())
+    out.error = left / problem.skip_norm if problem.skip_norm else 0.0
     return True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from unskip.absorption._activations import GATED
 from unskip.absorption._block import Block
 from unskip.absorption._norm import norm_of
-from unskip.absorption._read import Unreadable, read
+from unskip.absorption._read import Unreadable, read_activation
 from unskip.anatomy import (
     Example,
     MlpParts,
@@ -109,7 +109,7 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
             "not); the theory is about one activation for all units"
         )
     try:
-        word = read(part.curve)
+        word = read_activation(part.curve)
     except Unreadable as why:
         return NoBlock(f"its activation is {why}")
     down, bias = part.down.detach(), None if part.down_bias is None else part.down_bias.detach()

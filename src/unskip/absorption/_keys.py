@@ -25,10 +25,10 @@ from torch import Tensor
 
 from unskip.absorption._problem import EPS, Problem
 
-STRICT = 16 * EPS
-AT_ONCE = 2**22  # entries of rows that are compared in full at a time
+KEY_TOLERANCE = 16 * EPS
+CHUNK_ENTRIES = 2**22  # entries of rows that are compared in full at a time
 COORDINATES = 64  # in which rows are compared first
-CHUNK = 1024  # rows that are compared with those next to them at a time
+CHUNK_ROWS = 1024  # rows that are compared with those next to them at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +56,14 @@ class Keys:
         return kept
 
 
-def canonical(problem: Problem) -> Keys:
+def canonical_keys(problem: Problem) -> Keys:
     """Groups the units that are equal up to the rounding of float64."""
     up, bias, down, phi = problem.up, problem.bias, problem.down, problem.block.phi
     h = len(up)
-    lengths = problem.lengths
-    idle = (lengths == 0) | (problem.columns == 0)
+    lengths = problem.row_norms
+    idle = (lengths == 0) | (problem.column_norms == 0)
     linear = torch.full((h,), problem.odd / 2, dtype=torch.float64, device=up.device)
-    if problem.bounded and problem.domain is not None:
+    if problem.affine_possible and problem.domain is not None:
         side = problem.domain.side(up, bias)
         idle |= side != 0
         slopes = torch.where(side > 0, 1.0, problem.odd - 1)  # ReLU: 1 and 0; LeakyReLU: 1 and c - 1
@@ -72,14 +72,14 @@ def canonical(problem: Problem) -> Keys:
     units = torch.arange(h, device=up.device)
     lead = _leads(problem, ~idle)
     if not bool(idle.any()) and torch.equal(lead, units):  # every unit counts and stands alone
-        return separate(problem)
+        return separate_keys(problem)
     member = torch.full_like(lead, -1)
     member[~idle] = torch.unique(lead[~idle], return_inverse=True)[1]
     count = int(member.max()) + 1
     active = member >= 0
     joint = down.new_zeros(len(down), count)
     joint.index_add_(1, member[active], (down * ratio)[:, active])
-    bulk = down.new_zeros(count).index_add_(0, member[active], (problem.long_down * ratio)[active])
+    bulk = down.new_zeros(count).index_add_(0, member[active], (problem.raw_down_norms * ratio)[active])
     rounding = 16 * EPS * max(4, len(down) if problem.block.norms else 1)  # a quotient rounds as well
     alive = joint.norm(dim=0) > rounding * bulk
     # The last entry serves the units of no key, which have -1.
@@ -96,7 +96,7 @@ def canonical(problem: Problem) -> Keys:
     target, rows = problem.target, problem.rows
     if not problem.output_bias and bool(zero.any()):
         target = target.clone()
-        target[:, -1] += problem.unit * down[:, zero] @ phi.function(bias[zero])
+        target[:, -1] += problem.constant_scale * down[:, zero] @ phi.function(bias[zero])
     moved = beta != 0
     goal = -target / problem.odd
     if bool(moved.any()):
@@ -106,31 +106,31 @@ def canonical(problem: Problem) -> Keys:
     return Keys(joint, rows[first], goal, first, member, sizes, ratio, problem.width - count)
 
 
-def separate(problem: Problem) -> Keys:
+def separate_keys(problem: Problem) -> Keys:
     """Every unit by itself, equal or not: two mirrored ones may both stay as they are, which one key cannot say."""
     h, goal = len(problem.up), -problem.target / problem.odd
     units = torch.arange(h, device=problem.up.device)
-    ratio = problem.lengths if problem.block.phi.homogeneous else torch.ones_like(problem.lengths)
+    ratio = problem.row_norms if problem.block.phi.homogeneous else torch.ones_like(problem.row_norms)
     return Keys(problem.down, problem.rows, goal, units, units, torch.ones_like(units), ratio, problem.width - h)
 
 
-def doubtful(problem: Problem, keys: Keys) -> int:
+def count_uncertain(problem: Problem, keys: Keys) -> int:
     """How many more units than `keys` has may be spare, as far as rounding of the stored weights can tell."""
     roundoff = problem.block.roundoff
     member = keys.member
     active = member >= 0
-    small = 2 * roundoff * problem.bulk / (abs(problem.odd) * len(member))
-    weak = active & (problem.columns * problem.lengths <= small)
-    if problem.bounded and problem.domain is not None:
+    small = 2 * roundoff * problem.rounding_scale / (abs(problem.odd) * len(member))
+    weak = active & (problem.column_norms * problem.row_norms <= small)
+    if problem.affine_possible and problem.domain is not None:
         weak |= active & ~problem.domain.cuts(problem.up, problem.bias)
     heads = torch.zeros_like(active)
     heads[keys.first] = True
-    for left, right in _pairs(problem, heads, max(4 * roundoff, 4 * STRICT), lambda a, b: ~(weak[a] & weak[b])):
+    for left, right in _pairs(problem, heads, max(4 * roundoff, 4 * KEY_TOLERANCE), lambda a, b: ~(weak[a] & weak[b])):
         weak[left] = weak[right] = True  # one of the two may be enough, and both may cancel
     big = keys.sizes > 1
     if bool(big.any()):  # columns of one key that almost cancel
-        bulk = problem.long_down.new_zeros(keys.count)
-        bulk.index_add_(0, member[active], (problem.long_down * keys.ratio)[active])
+        bulk = problem.raw_down_norms.new_zeros(keys.count)
+        bulk.index_add_(0, member[active], (problem.raw_down_norms * keys.ratio)[active])
         cancel = keys.joint.norm(dim=0) * keys.ratio[keys.first] <= 8 * roundoff * bulk
         weak[keys.first[big & cancel]] = True
     return int((weak & heads).sum())
@@ -143,7 +143,7 @@ def _leads(problem: Problem, wanted: Tensor) -> Tensor:
     """
     units = torch.arange(len(problem.up), device=problem.up.device)
     lead = units.clone()
-    for left, right in _pairs(problem, wanted, STRICT, lambda a, b: lead[b] > a):
+    for left, right in _pairs(problem, wanted, KEY_TOLERANCE, lambda a, b: lead[b] > a):
         lead.scatter_reduce_(0, right, left, "amin")
     return torch.where(lead[lead] == lead, lead, units)
 
@@ -154,7 +154,7 @@ def _apart(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
     Rows are compared relative to their lengths, and biases to their own sizes: a hinge that is close to the origin
     against inputs of size 1 is not close to it against smaller ones.
     """
-    up, bias, lengths = problem.up, problem.bias, problem.lengths
+    up, bias, lengths = problem.up, problem.bias, problem.row_norms
     one, two = lengths[a], lengths[b]
     if not problem.block.phi.homogeneous:
         one = two = torch.maximum(one, two)
@@ -170,7 +170,7 @@ def _pairs(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of wanted rows, the lower index first, that are equal within the tolerance; only those that still matter
     once the ones before them are dealt with."""
-    some = min(max(64, AT_ONCE // problem.up.shape[1]), 2**15)
+    some = min(max(64, CHUNK_ENTRIES // problem.up.shape[1]), 2**15)
     for left, right in _close(problem, wanted, 4 * tolerance):
         while len(left):
             a, b = left[:some], right[:some]
@@ -188,19 +188,21 @@ def _close(problem: Problem, wanted: Tensor, tolerance: float) -> Iterator[tuple
     sorted by the first, and those next to one another compared by the second.
     """
     up, bias, d = problem.up, problem.bias, problem.up.shape[1]
-    lengths = torch.hypot(problem.lengths, bias).clamp(min=torch.finfo(torch.float64).tiny)
+    lengths = torch.hypot(problem.row_norms, bias).clamp(min=torch.finfo(torch.float64).tiny)
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(d + 1, generator=generator, dtype=torch.float64).to(up.device)
     index = torch.nonzero(wanted).flatten()
     value = ((up @ probe[:-1] + bias * probe[-1]) / (lengths * probe.norm()))[index].abs()
     value, order = value.sort()
     index = index[order]
-    last = torch.searchsorted(value, value + tolerance + 8 * (d + 1) * EPS, right=True)[CHUNK - 1 :: CHUNK].tolist()
+    last = torch.searchsorted(value, value + tolerance + 8 * (d + 1) * EPS, right=True)[
+        CHUNK_ROWS - 1 :: CHUNK_ROWS
+    ].tolist()
     some = torch.randperm(d, generator=generator)[:COORDINATES].to(up.device)
     few = (torch.cat([up[:, some], bias[:, None]], 1)[index] / lengths[index, None]).float()
     square = few.square().sum(1)
-    for start, end in zip(range(0, len(index), CHUNK), [*last, len(index)], strict=False):
-        these, those = slice(start, start + CHUNK), slice(start, end)
+    for start, end in zip(range(0, len(index), CHUNK_ROWS), [*last, len(index)], strict=False):
+        these, those = slice(start, start + CHUNK_ROWS), slice(start, end)
         apart = square[these, None] + square[None, those] - 2 * (few[these] @ few[those].mT).abs()
         left, right = torch.nonzero(apart <= tolerance**2 + 1e-6, as_tuple=True)
         left, right = index[left[left < right] + start], index[right[left < right] + start]

@@ -27,17 +27,19 @@ from torch.nn import functional as F
 
 from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain
-from unskip.absorption._problem import SHARE
+from unskip.absorption._problem import MAX_SHARE
 
 ROUNDINGS = 8  # of the units' terms, added in squares: what a gap may be at most
-DECOMPOSED = 2048  # the largest skip that is decomposed, where it is not diagonal
+MAX_DECOMPOSED = 2048  # the largest skip that is decomposed, where it is not diagonal
 SIZES = tuple(10.0**power for power in range(-6, 6))  # of inputs; on a domain in float64 from the fifth on
-EDGE, SMALLER = 1.03, 0.84  # times an input: where no number in the block overflows, and else the next that is tried
-WAYS = 2  # directions that are measured by themselves, for each of
-PRODUCTS = {torch.float32: (0.0, 0.03, 0.1, 0.3, 1.0), torch.float64: (1.0,)}  # shares of their rounding that may count
-WIDE = 4e-11  # of the block's own terms in float64, so that on other inputs it stays below 1e-10
-OWN = 2.5  # times what the block loses itself, so that on other inputs it stays below 4
-SPLIT = 1e-6  # of the block's terms, that splitting rows into stored weights may cost on top, in `widen` and modules
+OVERFLOW_MARGIN = 1.03  # an input is accepted if nothing in the block overflows at this multiple of it
+SHRINK = 0.84  # factor on an input that overflows
+DIRECTIONS = 2  # worst directions to measure for each of PRODUCT_SHARES
+# Shares of the rounding of products that may count.
+PRODUCT_SHARES = {torch.float32: (0.0, 0.03, 0.1, 0.3, 1.0), torch.float64: (1.0,)}
+FLOAT64_TOLERANCE = 4e-11  # of the block's own terms in float64, so that on other inputs it stays below 1e-10
+LOSS_FACTOR = 2.5  # times what the block loses itself, so that on other inputs it stays below 4
+SPLIT_TOLERANCE = 1e-6  # of the block's terms: further error that split rows may have in `widen` and modules
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Agreement:
     measured: dict[str, float]  # relative to the outputs: "float64", "stored", and "original_stored" of the block
 
 
-def agree(
+def compare_outputs(
     block: Block,
     other: Block,
     domain: Domain | None = None,
@@ -82,11 +84,11 @@ def agree(
 
     scale, lost, wrong, off = (together(each.square().sum(1)) for each in (truth, own, gap, stored))
     if dtype == torch.float64:
-        ratio = gap.norm(dim=1) / ((WIDE + tolerance) * _terms(wide, exact)).clamp(min=1e-300)
+        ratio = gap.norm(dim=1) / ((FLOAT64_TOLERANCE + tolerance) * _terms(wide, exact)).clamp(min=1e-300)
     else:
         once = block.roundoff / math.sqrt(3) * together(_squares(wide, exact) + truth.square().sum(1))
         least = _underflow(wide, dtype) * counts.to(once).sqrt()
-        allowed = OWN * torch.stack([lost, once, least]).amax(0)
+        allowed = LOSS_FACTOR * torch.stack([lost, once, least]).amax(0)
         if tolerance:
             allowed += tolerance * together(_terms(wide, exact).square())
         ratio = torch.maximum(wrong, off) / allowed.clamp(min=1e-300)
@@ -113,7 +115,7 @@ def _worst_directions(block: Block, other: Block, domain: Domain | None, linear:
     the replacement, it is |(E / u, M') x| against |M x|: along a direction that the rows hardly see, M x is small.
     Where products are not summed in a finer dtype, |v_i| u_ij x_j count as well: how much depends on the kernel.
     """
-    d, products = block.inputs, PRODUCTS.get(block.dtype, (0.0,))
+    d, products = block.inputs, PRODUCT_SHARES.get(block.dtype, (0.0,))
     if block.phi.odd is None or block.gated or d == 1:
         return block.up.new_zeros(0, d, dtype=torch.float64)
     linear = linear_gap(block, other, domain)[0] if linear is None else linear
@@ -121,12 +123,12 @@ def _worst_directions(block: Block, other: Block, domain: Domain | None, linear:
     size = torch.hypot(block.matrix.norm(dim=0), rows.norm(dim=0))
     size = torch.where(size > 0, size, 1e-9 * size.max().clamp(min=1e-300))  # columns are scaled to 1
     theirs = torch.cat([linear / block.roundoff, made]) / size
-    if d > DECOMPOSED:  # axes only
-        return torch.eye(d).to(size)[theirs.norm(dim=0).topk(WAYS).indices]
+    if d > MAX_DECOMPOSED:  # axes only
+        return torch.eye(d).to(size)[theirs.norm(dim=0).topk(DIRECTIONS).indices]
     square, gram, skip = theirs.mT @ theirs, (rows / size).mT @ (rows / size), block.matrix.norm(dim=0) / size
-    start = torch.randn(d, min(WAYS, d), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(size)
+    start = torch.randn(d, min(DIRECTIONS, d), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(size)
     # Directions that the rows do not see at all, as sparse as they come: products that cancel there do not round.
-    ways = [torch.linalg.svd(block.up.double())[2][-2 * WAYS :]] if d <= 64 else []
+    ways = [torch.linalg.svd(block.up.double())[2][-2 * DIRECTIONS :]] if d <= 64 else []
     for part in products:
         mine = gram + torch.diag(skip.square() + part**2 * gram.diagonal() + 4e-15 * d)
         factor, basis = torch.linalg.cholesky(mine), start
@@ -160,10 +162,10 @@ def _inputs(block: Block, domain: Domain | None, sizes: Sequence[float], ways: T
     away = torch.cat([each.to(center) for each in drawn])
     left = torch.arange(len(away), device=away.device)
     for _ in range(300):
-        left = left[~_finite(block, (center + EDGE * away[left]).to(block.dtype))]
+        left = left[~_finite(block, (center + OVERFLOW_MARGIN * away[left]).to(block.dtype))]
         if not len(left):
             return (center + away).to(block.dtype)
-        away[left] *= SMALLER
+        away[left] *= SHRINK
     return None
 
 
@@ -233,7 +235,7 @@ def linear_gap(block: Block, other: Block, domain: Domain | None = None) -> tupl
     return _hidden_shift(block, (skip + maps[0] - maps[1]).mT).mT, _hidden_shift(block, skip.mT).mT
 
 
-def makes_up(block: Block, left: Tensor, skip: Tensor, tolerance: float = 0.0) -> bool:
+def gap_is_negligible(block: Block, left: Tensor, skip: Tensor, tolerance: float = 0.0) -> bool:
     """Whether a linear gap is rounding of the units, and a small share of the skip in every row, column and direction.
 
     In a coarse dtype the outputs would not show that a skip was dropped: beside large weights it is within their
@@ -248,7 +250,7 @@ def makes_up(block: Block, left: Tensor, skip: Tensor, tolerance: float = 0.0) -
         share = skip.norm(dim=dim)
         bulk = torch.hypot(units, share)
         rounding = ROUNDINGS * block.roundoff * bulk
-        allowed = torch.where(share > 1e-12 * bulk, rounding.minimum(SHARE * share), rounding) + 1e-12 * bulk
+        allowed = torch.where(share > 1e-12 * bulk, rounding.minimum(MAX_SHARE * share), rounding) + 1e-12 * bulk
         slack = 1e-15 * bulk.norm() + tolerance * (skip.norm() + half * down.norm() * up.norm())
         if not bool((left.norm(dim=dim) <= allowed + slack).all()):
             return False
@@ -261,18 +263,18 @@ def _keeps_directions(left: Tensor, skip: Tensor) -> bool:
     if len(skip) == skip.shape[1] and torch.count_nonzero(skip) == torch.count_nonzero(diagonal):
         inverse = torch.where(diagonal != 0, 1 / diagonal, 0.0)
         shares = left * inverse, inverse[:, None] * left
-    elif min(skip.shape) <= DECOMPOSED:
+    elif min(skip.shape) <= MAX_DECOMPOSED:
         inverse = torch.linalg.pinv(skip, rtol=1e-12)
         shares = left @ inverse, inverse @ left
     else:
         return True
-    return all(_largest(share) <= 4 * SHARE for share in shares)
+    return all(_largest(share) <= 4 * MAX_SHARE for share in shares)
 
 
 def _largest(matrix: Tensor) -> float:
     """The largest singular value, by power iteration; the Frobenius norm where that is small enough."""
     bound = float(matrix.norm())
-    if bound <= 4 * SHARE:
+    if bound <= 4 * MAX_SHARE:
         return bound
     vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0), dtype=matrix.dtype).to(matrix)
     for _ in range(32):

@@ -15,7 +15,7 @@ from unskip import _checks
 from unskip.absorption._activations import resolve
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
-from unskip.absorption._measure import SPLIT, agree
+from unskip.absorption._measure import SPLIT_TOLERANCE, compare_outputs
 from unskip.errors import BadInput
 
 
@@ -79,7 +79,7 @@ class AbsorbableMLP(nn.Module):
         if verdict.status != "possible":
             raise BadInput(f"AbsorbableMLP: {verdict.reason} Its rows have to span the input")
         made = verdict.replacement().stored_as(block)
-        seen = agree(block, made, tolerance=SPLIT)
+        seen = compare_outputs(block, made, tolerance=SPLIT_TOLERANCE)
         if not seen.holds:
             raise BadInput(
                 f"AbsorbableMLP: stored as {block.dtype} its outputs would differ by {seen.measured['stored']:.2g}, "

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from unskip.absorption._block import Block
-from unskip.absorption._keys import separate
-from unskip.absorption._measure import agree
-from unskip.absorption._problem import Problem, reduce
-from unskip.absorption._search import equation
+from unskip.absorption._keys import separate_keys
+from unskip.absorption._measure import compare_outputs
+from unskip.absorption._problem import Problem, problem_of
+from unskip.absorption._search import full_equation
 from unskip.absorption._verdict import Verdict
 
 STEPS = 40  # of both weights
@@ -34,22 +34,22 @@ class Nearest:
     verdict: Verdict
 
 
-def flip_sets(problem: Problem) -> list[Tensor]:
+def candidate_flip_sets(problem: Problem) -> list[Tensor]:
     """(h,) sets of units that come near to the skip: what the search rounds to, those against the skip, and all."""
-    keys = separate(problem)
-    near = equation(keys.joint, keys.rows, keys.goal).closest(rough=keys.count > 512) > 0.5
+    keys = separate_keys(problem)
+    near = full_equation(keys.joint, keys.rows, keys.goal).box_least_squares(coarse=keys.count > 512) > 0.5
     found = [near, torch.ones_like(near)]
     if problem.skip.shape[0] == problem.up.shape[1]:
         found.append(problem.odd * ((problem.skip @ problem.up.mT) * problem.down).sum(0) < 0)
     return found
 
 
-def project(block: Block, problem: Problem) -> tuple[Block, Tensor, float] | None:
+def least_change(block: Block, problem: Problem) -> tuple[Block, Tensor, float] | None:
     """The block with the least change that was found to make one of the flip sets add up to the skip."""
     goal = -block.matrix / problem.odd
     up, down = block.up.detach().double(), block.down.detach().double()
     best: tuple[float, Tensor, Tensor, Tensor] | None = None
-    for chosen in flip_sets(problem):
+    for chosen in candidate_flip_sets(problem):
         moved = _moved(up[chosen], down[:, chosen], goal)
         if moved is None:
             continue
@@ -90,7 +90,7 @@ def _sylvester(a: Tensor, b: Tensor, right: Tensor) -> Tensor:
     return found
 
 
-def why_not_near(block: Block, width: int) -> str | None:
+def unsupported_reason(block: Block, width: int) -> str | None:
     """Why no weights close by are looked for: flip sets have to be what decides."""
     if block.gated or block.phi.family != "odd-linear" or {"pre", "out"} & block.norms.keys():
         return "takes a plain MLP of an activation such as relu or gelu, without a norm on the branch"
@@ -99,16 +99,16 @@ def why_not_near(block: Block, width: int) -> str | None:
     return None if width >= block.width else f"takes a width of at least {block.width}, the block's own"
 
 
-def near_absorbable(verdict: Verdict, tolerance: float, again: Again) -> Verdict | None:
+def absorb_within(verdict: Verdict, tolerance: float, again: Again) -> Verdict | None:
     """A `possible` with weights that are moved by at most the tolerance, or None."""
     block = verdict.block
-    near = project(block, reduce(block, verdict.width, verdict.biases, verdict.inputs))
+    near = least_change(block, problem_of(block, verdict.width, verdict.biases, verdict.inputs))
     if near is None or near[2] > tolerance:
         return None
     found = again(near[0], verdict)
     if found.status != "possible" or found.weights is None:
         return None
-    seen = agree(block, found.weights, verdict.inputs, tolerance=4 * tolerance)
+    seen = compare_outputs(block, found.weights, verdict.inputs, tolerance=4 * tolerance)
     reason = f"Within the tolerance: with weights moved by {near[2]:.2g} of their size the skip can be absorbed."
     return replace(
         found, block=block, reason=reason, error=seen.measured.get("float64"), measured=seen.measured,

@@ -22,7 +22,7 @@ from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain
 
 EPS = 2.0**-53
-SHARE = 0.05  # of the skip, that a replacement may leave over at most
+MAX_SHARE = 0.05  # of the skip, that a replacement may leave over at most
 Biases = Literal["as-is", "allowed", "none"]
 
 
@@ -34,7 +34,7 @@ class Problem:
     width: int  # of the replacement
     hidden_bias: bool  # whether the replacement may have them
     output_bias: bool  # or would not need one anyway
-    drop_constant: bool  # it may not have one
+    no_output_bias: bool  # it may not have one
     skip: Tensor
     up: Tensor
     bias: Tensor
@@ -43,8 +43,8 @@ class Problem:
     domain: Domain | None
     caveat: str | None
     # Norms before the quotient, which rounding is relative to: what it takes away may have been most of it.
-    long_skip: float
-    long_down: Tensor  # (h,)
+    raw_skip_norm: float
+    raw_down_norms: Tensor  # (h,)
 
     @property
     def odd(self) -> float:
@@ -52,76 +52,85 @@ class Problem:
         return float(odd) if odd is not None else math.nan
 
     @property
-    def bounded(self) -> bool:
+    def affine_possible(self) -> bool:
         """Whether units can be affine on the domain: their hinge misses it, and one alone gives any rank-one."""
         return self.domain is not None and self.block.phi.homogeneous
 
     @property
-    def one_each(self) -> bool:
+    def affine_allowed(self) -> bool:
         """Whether the replacement may have units that are affine on the domain: they need their biases."""
-        return self.bounded and self.hidden_bias and not self.drop_constant
+        return self.affine_possible and self.hidden_bias and not self.no_output_bias
 
     @property
     def target(self) -> Tensor:
         """The skip; without output biases with the constant as one more column, in its unit."""
-        return self.skip if self.output_bias else torch.cat([self.skip, self.unit * self.const[:, None]], 1)
+        return self.skip if self.output_bias else torch.cat([self.skip, self.constant_scale * self.const[:, None]], 1)
 
     @property
     def rows(self) -> Tensor:
         """The rows of the hidden layer, with the bias as one more column where the constant counts."""
-        return self.up if self.output_bias else torch.cat([self.up, self.unit * self.bias[:, None]], 1)
+        return self.up if self.output_bias else torch.cat([self.up, self.constant_scale * self.bias[:, None]], 1)
 
     @cached_property
-    def unit(self) -> float:
+    def constant_scale(self) -> float:
         """The power of two that makes constants weigh as much as the linear maps: tiny ones count at tiny inputs."""
-        linear = math.hypot(self.long_skip, float((self.long_down * self.lengths).norm()))
-        constant = math.hypot(float(self.const.norm()), float((self.long_down * self.bias).norm()))
+        linear = math.hypot(self.raw_skip_norm, float((self.raw_down_norms * self.row_norms).norm()))
+        constant = math.hypot(float(self.const.norm()), float((self.raw_down_norms * self.bias).norm()))
         return 2.0 ** round(math.log2(linear / constant)) if linear and constant else 1.0
 
     @cached_property
-    def lengths(self) -> Tensor:
+    def row_norms(self) -> Tensor:
         """(h,) the norms of the rows."""
         lengths: Tensor = self.up.norm(dim=1)
         return lengths
 
     @cached_property
-    def columns(self) -> Tensor:
+    def column_norms(self) -> Tensor:
         """(h,) the norms of the columns."""
-        return self.down.norm(dim=0) if "post" in self.block.norms else self.long_down
+        return self.down.norm(dim=0) if "post" in self.block.norms else self.raw_down_norms
 
     @cached_property
-    def size(self) -> float:
+    def skip_norm(self) -> float:
         """The Frobenius norm of the skip."""
         return float(self.target.norm())
 
     @cached_property
-    def sizes(self) -> Tensor:
+    def rank_one_norms(self) -> Tensor:
         """(h,) the sizes of the rank-ones, before the quotient."""
-        return self.long_down * (self.lengths if self.output_bias else torch.hypot(self.lengths, self.unit * self.bias))
+        return self.raw_down_norms * (
+            self.row_norms if self.output_bias else torch.hypot(self.row_norms, self.constant_scale * self.bias)
+        )
 
     @cached_property
-    def bulk(self) -> float:
+    def rounding_scale(self) -> float:
         """What rounding of the linear map is relative to: the sizes of the skip and of all units together."""
-        size = self.long_skip if self.output_bias else math.hypot(self.long_skip, self.unit * float(self.const.norm()))
-        return math.hypot(abs(self.odd) * float(self.sizes.norm()), size)
+        size = (
+            self.raw_skip_norm
+            if self.output_bias
+            else math.hypot(self.raw_skip_norm, self.constant_scale * float(self.const.norm()))
+        )
+        return math.hypot(abs(self.odd) * float(self.rank_one_norms.norm()), size)
 
-    def near(self, roundoff: float, bulk: float | None = None) -> float:
+    def rounding_tolerance(self, roundoff: float, bulk: float | None = None) -> float:
         """How far from the skip counts as rounding of weights with this roundoff: never more than a small share."""
-        most = min(4 * roundoff * (self.bulk if bulk is None else bulk), min(SHARE, math.sqrt(roundoff)) * self.size)
-        return max(most, 1e-12 * self.size)
+        most = min(
+            4 * roundoff * (self.rounding_scale if bulk is None else bulk),
+            min(MAX_SHARE, math.sqrt(roundoff)) * self.skip_norm,
+        )
+        return max(most, 1e-12 * self.skip_norm)
 
     @cached_property
     def tolerance(self) -> float:
         """What an obstruction has to exceed. It depends on the numbers that the weights are, not on their dtype."""
-        return self.near(self.block.grain)
+        return self.rounding_tolerance(self.block.grain)
 
-    def parallel_rows(self) -> int:
+    def max_parallel_rows(self) -> int:
         """The most rows that share a direction."""
-        unit = self.up[self.lengths > 0] / self.lengths[self.lengths > 0, None]
+        unit = self.up[self.row_norms > 0] / self.row_norms[self.row_norms > 0, None]
         counts = [int(((part @ unit.mT).abs() > 1 - 1e-6).sum(1).max()) for part in unit.split(1024) if len(part)]
         return max(counts, default=0)
 
-    def with_constant(self) -> Problem:
+    def with_output_bias(self) -> Problem:
         """The same with output biases allowed: what is impossible then is impossible without them too."""
         return self if self.output_bias else replace(self, output_bias=True)
 
@@ -132,21 +141,21 @@ def singular_values(matrix: Tensor) -> list[float]:
     return values
 
 
-def allowed(block: Block, biases: Biases) -> tuple[bool, bool]:
+def allowed_biases(block: Block, biases: Biases) -> tuple[bool, bool]:
     """Whether the replacement may have hidden biases, and output biases."""
     if biases == "as-is":
         return block.up_bias is not None or block.gate_bias is not None, block.down_bias is not None
     return (True, True) if biases == "allowed" else (False, False)
 
 
-def reduce(block: Block, width: int, biases: Biases, domain: Domain | None = None) -> Problem:
+def problem_of(block: Block, width: int, biases: Biases, domain: Domain | None = None) -> Problem:
     """The problem behind a block that has no norm, or one after the sum."""
     up, down, skip = block.up.detach().double(), block.down.detach().double(), block.matrix
-    hidden_bias, output_bias = allowed(block, biases)
+    hidden_bias, output_bias = allowed_biases(block, biases)
     bias = up.new_zeros(len(up)) if block.up_bias is None else block.up_bias.detach().to(up)
     const = up.new_zeros(len(down)) if block.down_bias is None else block.down_bias.detach().to(up)
     caveats: list[str] = []
-    long_skip, long_down = float(skip.norm()), down.norm(dim=0)
+    raw_skip_norm, raw_down_norms = float(skip.norm()), down.norm(dim=0)
     if "post" in block.norms:
         norm = block.norms["post"]
         if norm.kind == "other":
@@ -158,8 +167,8 @@ def reduce(block: Block, width: int, biases: Biases, domain: Domain | None = Non
         if norm.kind == "layernorm":
             skip, down, const = (value - value.mean(0, keepdim=True) for value in (skip, down, const))
             rounding = 64 * len(down) * EPS
-            down[:, down.norm(dim=0) <= rounding * long_down] = 0  # a column of ones is hidden
-            if float(skip.norm()) <= rounding * long_skip:
+            down[:, down.norm(dim=0) <= rounding * raw_down_norms] = 0  # a column of ones is hidden
+            if float(skip.norm()) <= rounding * raw_skip_norm:
                 skip = torch.zeros_like(skip)
     # Without any bias there is no constant to make up, unless a unit that sees nothing gives one.
     still = bool(bias.any()) or bool(const.any()) or (block.phi.at_zero != 0 and not bool(up.any(dim=1).all()))
@@ -168,7 +177,7 @@ def reduce(block: Block, width: int, biases: Biases, domain: Domain | None = Non
         width=width,
         hidden_bias=hidden_bias,
         output_bias=output_bias or not still,
-        drop_constant=not output_bias,
+        no_output_bias=not output_bias,
         skip=skip,
         up=up,
         bias=bias,
@@ -176,6 +185,6 @@ def reduce(block: Block, width: int, biases: Biases, domain: Domain | None = Non
         const=const,
         domain=None if domain is None else domain.on(up.device),
         caveat="; ".join(caveats) or None,
-        long_skip=long_skip,
-        long_down=long_down,
+        raw_skip_norm=raw_skip_norm,
+        raw_down_norms=raw_down_norms,
     )

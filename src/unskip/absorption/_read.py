@@ -100,11 +100,11 @@ OPERATORS: dict[str, Callable[[Arguments], str]] = {
     "softshrink": _unknown("Softshrink"),
     "rrelu_with_noise": _unknown("RReLU, which is random in training"),
 }
-SILENT = {"native_dropout", "dropout"}
+IGNORED = {"native_dropout", "dropout"}
 POLYNOMIAL = {"add", "sub", "rsub", "mul", "neg", "square"}
-MOST = 12  # operators of a polynomial
+MAX_POLYNOMIAL = 12  # operators of a polynomial
 # Other ways to write an activation: the operators that are no polynomial, each once.
-SPELLINGS: dict[str, tuple[str, ...]] = {
+FORMULAS: dict[str, tuple[str, ...]] = {
     "identity": ("",),
     "square": ("",),
     "abs": ("abs",),
@@ -127,18 +127,18 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def read(curve: Curve) -> str:
+def read_activation(curve: Curve) -> str:
     """The name of an activation. Raises Unreadable."""
-    operators = [(name, given) for name, given in curve.operators if name not in SILENT]
+    operators = [(name, given) for name, given in curve.operators if name not in IGNORED]
     others = [(name, given) for name, given in operators if not _polynomial(name, given)]
     words = [OPERATORS[name](given) for name, given in others if name in OPERATORS]
     spelling = " ".join(sorted(name for name, _ in others))
     names = words if len(others) == 1 else []
-    names += [name for name, ways in SPELLINGS.items() if spelling in ways]
+    names += [name for name, ways in FORMULAS.items() if spelling in ways]
     if not names:
         raise Unreadable(f"made of {spelling.replace(' ', ', ')}, in a way that is none of the known ones{ADVICE}")
-    if len(operators) - len(others) > MOST:
-        raise Unreadable(f"more than {MOST} additions and multiplications")
+    if len(operators) - len(others) > MAX_POLYNOMIAL:
+        raise Unreadable(f"more than {MAX_POLYNOMIAL} additions and multiplications")
     for name in names:
         if torch.allclose(resolve(name)[0].function(GRID), curve.values, rtol=1e-6, atol=1e-9):
             return resolve(name)[0].name

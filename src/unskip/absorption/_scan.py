@@ -15,7 +15,7 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from unskip._table import table
-from unskip.absorption._approximate import Approximation, approximate, enough
+from unskip.absorption._approximate import Approximation, approximate, inputs_to_read
 from unskip.absorption._block import Block
 from unskip.absorption._decide import absorb
 from unskip.absorption._domain import Domain
@@ -165,7 +165,7 @@ def scan(
     given = example_for(model, one_batch("scan", example, data))
     traced = trace_sample(model, given)
     widest = max((len(part.up) for part in traced.parts.mlps()), default=0)
-    read = streams(model, given, enough(widest)) if data is not None else {}
+    read = streams(model, given, inputs_to_read(widest)) if data is not None else {}
     found = mlp_sites(traced.parts)
     if any(value.is_meta for value in model.parameters()):
         raise BadInput(

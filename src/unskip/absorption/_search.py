@@ -21,10 +21,10 @@ from torch import Tensor
 
 from unskip.absorption._problem import EPS
 
-DENSE = 3_000_000  # entries of the matrix of rank-ones that is still written out
+MAX_DENSE = 3_000_000  # entries of the matrix of rank-ones that is still written out
 Accept = Callable[[Tensor], bool]  # whether flipping these keys is good enough
-UNITS = 2048  # whose terms are held at a time
-FREE = 1500  # unknowns inside the box that are still solved for
+CHUNK_UNITS = 2048  # whose terms are held at a time
+MAX_FREE = 1500  # unknowns inside the box that are still solved for
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +44,8 @@ class Equation:
     joint: Tensor  # (o, m)
     rows: Tensor  # (m, n)
     goal: Tensor  # (o, n)
-    at: Tensor  # (o,) the rows of the whole
-    by: Tensor  # (n,) and the columns
+    row_index: Tensor  # (o,) the rows of the whole
+    column_index: Tensor  # (n,) and the columns
     tolerance: float
 
     def part(self, at: Tensor, by: Tensor) -> Equation:
@@ -53,7 +53,7 @@ class Equation:
         return Equation(self.joint[at], self.rows[:, by].contiguous(), self.goal[at][:, by], at, by, self.tolerance)
 
     @property
-    def channels(self) -> tuple[Tensor, Tensor]:
+    def channel_norms(self) -> tuple[Tensor, Tensor]:
         """(o, 1) and (n,) the norms of the rows of J and of the columns of U; 1 where they are 0."""
         norms = self.joint.norm(dim=1, keepdim=True), self.rows.norm(dim=0)
         above, beside = (torch.where(norm > 0, norm, 1.0) for norm in norms)
@@ -62,8 +62,8 @@ class Equation:
     def bound(self, matrix: Tensor) -> float:
         """LB(Y), less what rounding could have added to it. A vector Y is a diagonal."""
         parts, size, large = [], self.goal.new_zeros(()), matrix.abs()
-        for start in range(0, len(self.rows), UNITS):  # in parts, to keep memory low
-            joint, rows = self.joint[:, start : start + UNITS], self.rows[start : start + UNITS]
+        for start in range(0, len(self.rows), CHUNK_UNITS):  # in parts, to keep memory low
+            joint, rows = self.joint[:, start : start + CHUNK_UNITS], self.rows[start : start + CHUNK_UNITS]
             if matrix.ndim == 1:  # entry by entry, without a product of matrices
                 terms = joint.mT * rows * matrix
                 parts.append(terms.sum(1))
@@ -81,19 +81,23 @@ class Equation:
     def dual(self, matrix: Tensor) -> Dual | None:
         """This Y, if it keeps every t away."""
         bound = self.bound(matrix)
-        return Dual(matrix / float(matrix.norm()), self.at, self.by, bound) if bound > self.tolerance else None
+        return (
+            Dual(matrix / float(matrix.norm()), self.row_index, self.column_index, bound)
+            if bound > self.tolerance
+            else None
+        )
 
-    def closest(self, rough: bool = False) -> Tensor:
+    def box_least_squares(self, coarse: bool = False) -> Tensor:
         """(m,) the t in [0, 1]^m that comes near to the least distance; where it may be rough, in float32."""
-        dtype = torch.float32 if rough else torch.float64
+        dtype = torch.float32 if coarse else torch.float64
         joint, rows, goal = (value.to(dtype) for value in (self.joint, self.rows, self.goal))
         gram = joint.mT @ joint
-        for part, lines in zip(gram.split(UNITS), rows.split(UNITS), strict=True):
+        for part, lines in zip(gram.split(CHUNK_UNITS), rows.split(CHUNK_UNITS), strict=True):
             part.mul_(lines @ rows.mT)
-        return boxed(gram, ((joint.mT @ goal) * rows).sum(1), 30 if rough else 800).double()
+        return minimise_in_box(gram, ((joint.mT @ goal) * rows).sum(1), 30 if coarse else 800).double()
 
 
-def boxed(gram: Tensor, slope: Tensor, steps: int) -> Tensor:
+def minimise_in_box(gram: Tensor, slope: Tensor, steps: int) -> Tensor:
     """The t in [0, 1]^m near the least of t^T G t / 2 - s^T t.
 
     Accelerated projected steps that start anew where the momentum points uphill (arXiv 1204.3982), then the entries
@@ -120,7 +124,7 @@ def boxed(gram: Tensor, slope: Tensor, steps: int) -> Tensor:
             break
     free = (t > 1e-6 * size) & (t < (1 - 1e-6) * size)
     count = int(free.sum())
-    if 0 < count <= FREE:
+    if 0 < count <= MAX_FREE:
         inner = gram[free][:, free].double()
         rest = (slope - gram @ torch.where(free, 0.0, t))[free].double()
         inner.diagonal().add_(1e-13 * inner.diagonal().mean())
@@ -133,7 +137,7 @@ def boxed(gram: Tensor, slope: Tensor, steps: int) -> Tensor:
     return t / size
 
 
-def equation(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float = 0.0) -> Equation:
+def full_equation(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float = 0.0) -> Equation:
     """The whole flip equation."""
     at, by = (torch.arange(size, device=goal.device) for size in goal.shape)
     return Equation(joint, rows, goal, at, by, tolerance)
@@ -144,7 +148,7 @@ def search(whole: Equation, accept: Accept) -> Dual | None:
     goal, m = whole.goal, len(whole.rows)
     if accept(torch.zeros(m, dtype=torch.bool, device=goal.device)) or float(goal.norm()) == 0:
         return None
-    large = goal.numel() * m > DENSE
+    large = goal.numel() * m > MAX_DENSE
     dual = None
     if not large:
         dual = whole.dual(goal)
@@ -170,7 +174,7 @@ def _dense(whole: Equation, accept: Accept) -> Dual | None:
     dual = whole.dual(residual.reshape(goal.shape))
     if dual is not None or accept(solution > 0.5):
         return dual
-    inside = whole.closest()
+    inside = whole.box_least_squares()
     dual = whole.dual(goal - (matrix @ inside).reshape(goal.shape))
     if dual is None:
         accept(inside > 0.5)
@@ -204,7 +208,7 @@ def _conjugate(equation: Equation, accept: Accept, steps: int) -> tuple[Dual | N
     Channels and units are scaled to equal norms: outlier channels would make for many more steps.
     """
     joint, rows, goal = equation.joint, equation.rows, equation.goal
-    above, beside = equation.channels
+    above, beside = equation.channel_norms
     columns, lines = joint / above, rows / beside
     scale = (columns.norm(dim=0) * lines.norm(dim=1)).clamp(min=1e-300)
     columns = columns / scale

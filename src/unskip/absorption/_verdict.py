@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain
-from unskip.absorption._problem import Biases, reduce
+from unskip.absorption._problem import Biases, problem_of
 from unskip.errors import BadInput
 
 Status = Literal["possible", "impossible", "undecided"]
@@ -81,7 +81,7 @@ class Verdict:
 
         for each in self.obstructions:
             if each.kind == "dual":
-                problem = reduce(self.block, self.width, self.biases, self.inputs)
+                problem = problem_of(self.block, self.width, self.biases, self.inputs)
                 return flip_bound(problem, each.certificate.data["bound"])
         return None
 

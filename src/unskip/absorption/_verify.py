@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskip.absorption._check_keys import Groups, flip_equation, groups
-from unskip.absorption._measure import agree, linear_gap, makes_up
-from unskip.absorption._problem import EPS, Problem, reduce, singular_values
+from unskip.absorption._check_keys import Groups, flip_equation, group_units
+from unskip.absorption._measure import compare_outputs, gap_is_negligible, linear_gap
+from unskip.absorption._problem import EPS, Problem, problem_of, singular_values
 from unskip.absorption._verdict import Certificate, Verdict
 
 SEED = 20260426  # of inputs that the search has not seen
@@ -26,17 +26,17 @@ def verify(verdict: Verdict) -> bool:
     """Whether the verdict holds. All obstructions that it lists have to."""
     listed = [each.certificate for each in verdict.obstructions]
     if verdict.status == "undecided":
-        return verdict.weights is None and all(holding(verdict, listed))
+        return verdict.weights is None and all(valid_certificates(verdict, listed))
     if verdict.status == "possible":
         return _replaces(verdict)
     if verdict.certificate is None:
         return False
-    return all(holding(verdict, list({id(each): each for each in (verdict.certificate, *listed)}.values())))
+    return all(valid_certificates(verdict, list({id(each): each for each in (verdict.certificate, *listed)}.values())))
 
 
-def holding(verdict: Verdict, certificates: Sequence[Certificate]) -> list[bool]:
+def valid_certificates(verdict: Verdict, certificates: Sequence[Certificate]) -> list[bool]:
     """Which of the certificates hold."""
-    problem = reduce(verdict.block, verdict.width, verdict.biases, verdict.inputs)
+    problem = problem_of(verdict.block, verdict.width, verdict.biases, verdict.inputs)
     return [each.kind in CHECKS and CHECKS[each.kind](problem, each.data) for each in certificates]
 
 
@@ -58,36 +58,36 @@ def _replaces(verdict: Verdict) -> bool:
     tolerance, linear = verdict.tolerance or 0.0, None
     if not block.gated and block.phi.odd is not None and not {"pre", "out"} & block.norms.keys():
         linear, skip = linear_gap(block, other, verdict.inputs)
-        if not makes_up(block, linear, skip, tolerance):
+        if not gap_is_negligible(block, linear, skip, tolerance):
             return False
-    return agree(block, other, verdict.inputs, SEED, 4 * tolerance, linear).holds
+    return compare_outputs(block, other, verdict.inputs, SEED, 4 * tolerance, linear).holds
 
 
-def _flips_apply(at: Problem) -> bool:
+def _flips_apply(problem: Problem) -> bool:
     """Whether a replacement without spare units can do no more than flip."""
-    phi, block = at.block.phi, at.block
-    if at.caveat is not None or not phi.trusted or block.gated or phi.family != "odd-linear" or block.extreme:
+    phi, block = problem.block.phi, problem.block
+    if problem.caveat is not None or not phi.trusted or block.gated or phi.family != "odd-linear" or block.extreme:
         return False
     if {"pre", "out"} & block.norms.keys():
         return False
     if phi.name == "hardswish":
-        return at.domain is None and (not bool(at.bias.any()) or at.parallel_rows() <= 2)
+        return problem.domain is None and (not bool(problem.bias.any()) or problem.max_parallel_rows() <= 2)
     return True
 
 
-def _spares(at: Problem, found: Groups) -> int:
-    return at.width - len(found.head)
+def _spares(problem: Problem, found: Groups) -> int:
+    return problem.width - len(found.first)
 
 
-def _dual(at: Problem, data: Data) -> bool:
+def _dual(problem: Problem, data: Data) -> bool:
     """No t in [0, 1]^m comes closer to the skip than rounding: <Y, B> exceeds all that the g_k add up to."""
-    y, line, column = (data[name].to(at.up.device) for name in ("matrix", "rows", "columns"))
+    y, line, column = (data[name].to(problem.up.device) for name in ("matrix", "rows", "columns"))
     y = y.double()
-    found = groups(at) if _flips_apply(at) else None
-    if found is None or _spares(at, found) != 0:
+    found = group_units(problem) if _flips_apply(problem) else None
+    if found is None or _spares(problem, found) != 0:
         return False
-    joint, rows, goal = flip_equation(at, found, line, column)
-    if y.ndim == 1 and not (len(line) == len(column) == len(at.skip) == at.rows.shape[1]):
+    joint, rows, goal = flip_equation(problem, found, line, column)
+    if y.ndim == 1 and not (len(line) == len(column) == len(problem.skip) == problem.rows.shape[1]):
         return False
     parts = []
     for start in range(0, len(rows), 2048):  # in parts, to keep memory low; a vector is a diagonal
@@ -99,35 +99,37 @@ def _dual(at: Problem, data: Data) -> bool:
     g = torch.cat(parts) if parts else y.new_zeros(0)
     inner, norm = float((y * (goal.diagonal() if y.ndim == 1 else goal)).sum()), float(y.norm())
     # |g_k| is at most |Y|_F |J_k| |u_k|, and so is what its terms add up to.
-    bulk = float(at.sizes.sum()) + (at.long_skip + at.unit * float(at.const.norm())) / abs(at.odd)
-    terms = at.block.inputs + at.block.outputs + at.block.width + len(line) + len(column) + 32
+    bulk = float(problem.rank_one_norms.sum()) + (
+        problem.raw_skip_norm + problem.constant_scale * float(problem.const.norm())
+    ) / abs(problem.odd)
+    terms = problem.block.inputs + problem.block.outputs + problem.block.width + len(line) + len(column) + 32
     slack = 4 * terms * EPS * bulk * norm
     gap = max(inner - float(g.clamp(min=0).sum()), float(g.clamp(max=0).sum()) - inner) - slack
-    return bool(gap > 0 and abs(at.odd) * gap > 0.99 * norm * at.tolerance)
+    return bool(gap > 0 and abs(problem.odd) * gap > 0.99 * norm * problem.tolerance)
 
 
-def _spectral(at: Problem, data: Data) -> bool:
+def _spectral(problem: Problem, data: Data) -> bool:
     """Singular values: the units are too weak, whatever the spare ones do."""
-    at = at.with_constant()
+    problem = problem.with_output_bias()
     rho, i, j, p = (int(data[name]) for name in ("rank", "i", "j", "spares"))
-    if at.bounded and at.odd < 1:
+    if problem.affine_possible and problem.odd < 1:
         return False
-    found = groups(at) if _flips_apply(at) else None
-    if found is None or p < _spares(at, found) or rho <= p or i < 1 or j < 1 or i + j - 1 != rho - p:
+    found = group_units(problem) if _flips_apply(problem) else None
+    if found is None or p < _spares(problem, found) or rho <= p or i < 1 or j < 1 or i + j - 1 != rho - p:
         return False
-    skip, down, up = map(singular_values, (at.skip, at.down, at.up))
+    skip, down, up = map(singular_values, (problem.skip, problem.down, problem.up))
     if rho > len(skip):
         return False
     margin = 1e-10
     left = (down[i - 1] if i <= len(down) else 0.0) + margin * down[0]
     right = (up[j - 1] if j <= len(up) else 0.0) + margin * up[0]
-    return bool(abs(at.odd) * left * right + at.tolerance < skip[rho - 1] * (1 - margin))
+    return bool(abs(problem.odd) * left * right + problem.tolerance < skip[rho - 1] * (1 - margin))
 
 
-def _count(at: Problem, data: Data) -> bool:
+def _count(problem: Problem, data: Data) -> bool:
     """More keys than units."""
-    found = groups(at) if _flips_apply(at) and at.block.phi.name != "hardswish" else None
-    return found is not None and _spares(at, found) < 0
+    found = group_units(problem) if _flips_apply(problem) and problem.block.phi.name != "hardswish" else None
+    return found is not None and _spares(problem, found) < 0
 
 
 def _moves(data: Data, matrix: Tensor, size: float) -> bool:
@@ -136,50 +138,61 @@ def _moves(data: Data, matrix: Tensor, size: float) -> bool:
     return bool((matrix @ x).norm() > 1e-10 * size * x.norm())
 
 
-def _growth(at: Problem, data: Data) -> bool:
+def _growth(problem: Problem, data: Data) -> bool:
     """The replacement is bounded and the block is not; or on an open set both continue to where that shows."""
-    block, norms = at.block, at.block.norms
+    block, norms = problem.block, problem.block.norms
     bounded = not block.gated and block.phi.family == "bounded"
     placed = [norms[place] for place in ("pre", "out") if place in norms]
     if any(norm.kind == "other" for norm in placed) or not block.phi.trusted or not (bounded or placed):
         return False
-    if ("post" in norms or at.domain is not None) and at.caveat is not None:
+    if ("post" in norms or problem.domain is not None) and problem.caveat is not None:
         return False
-    if at.domain is not None and not (placed or block.phi.analytic):
+    if problem.domain is not None and not (placed or block.phi.analytic):
         return False
-    return _moves(data, at.skip, at.long_skip)
+    return _moves(data, problem.skip, problem.raw_skip_norm)
 
 
-def _family(at: Problem, data: Data) -> bool:
+def _family(problem: Problem, data: Data) -> bool:
     """No sum of its units is linear."""
-    phi = at.block.phi
-    if at.caveat is not None or not phi.trusted or at.block.gated or phi.family not in ("elu", "even", "mish"):
+    phi = problem.block.phi
+    if (
+        problem.caveat is not None
+        or not phi.trusted
+        or problem.block.gated
+        or phi.family not in ("elu", "even", "mish")
+    ):
         return False
-    if (at.domain is not None and not phi.analytic) or {"pre", "out"} & at.block.norms.keys():
+    if (problem.domain is not None and not phi.analytic) or {"pre", "out"} & problem.block.norms.keys():
         return False
-    return _moves(data, at.skip, at.long_skip)
+    return _moves(data, problem.skip, problem.raw_skip_norm)
 
 
-def _linearisation(at: Problem, data: Data) -> bool:
+def _linearisation(problem: Problem, data: Data) -> bool:
     """Without hidden biases the hidden layer vanishes faster than x at 0, and the skip does not."""
-    block, phi = at.block, at.block.phi
+    block, phi = problem.block, problem.block.phi
     flat = phi.at_zero == 0 if block.gated else phi.family == "power"
-    if at.caveat is not None or not phi.trusted or not flat or {"pre", "out"} & block.norms.keys():
+    if problem.caveat is not None or not phi.trusted or not flat or {"pre", "out"} & block.norms.keys():
         return False
-    if at.hidden_bias or block.up_bias is not None or block.gate_bias is not None:
+    if problem.hidden_bias or block.up_bias is not None or block.gate_bias is not None:
         return False
-    if at.domain is not None and not phi.analytic and not bool(at.domain.holds(torch.zeros_like(at.domain.center))):
+    if (
+        problem.domain is not None
+        and not phi.analytic
+        and not bool(problem.domain.holds(torch.zeros_like(problem.domain.center)))
+    ):
         return False
-    return _moves(data, at.skip, at.long_skip)
+    return _moves(data, problem.skip, problem.raw_skip_norm)
 
 
-def _rank(at: Problem, data: Data) -> bool:
+def _rank(problem: Problem, data: Data) -> bool:
     """A linear block of a rank that the width cannot carry."""
-    block, phi = at.block, at.block.phi
+    block, phi = problem.block, problem.block.phi
     if not phi.trusted or phi.family != "linear" or block.gated or block.norms or phi.odd is None or block.extreme:
         return False
-    values = torch.linalg.svdvals(at.skip + at.odd / 2 * at.down @ at.up)
-    return len(values) > at.width and float(values[at.width]) > max(1e-10 * at.bulk, at.tolerance)
+    values = torch.linalg.svdvals(problem.skip + problem.odd / 2 * problem.down @ problem.up)
+    return len(values) > problem.width and float(values[problem.width]) > max(
+        1e-10 * problem.rounding_scale, problem.tolerance
+    )
 
 
 CHECKS: dict[str, Callable[[Problem, Data], bool]] = {

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from unskip.absorption._block import Block
-from unskip.absorption._construct import gate_bias, skip_rank
+from unskip.absorption._construct import allows_gate_bias, skip_rank
 from unskip.absorption._decide import absorb, pad
 from unskip.absorption._from import block_of
-from unskip.absorption._measure import SPLIT, agree
-from unskip.absorption._nearest import Nearest, project, why_not_near
-from unskip.absorption._problem import Biases, reduce
+from unskip.absorption._measure import SPLIT_TOLERANCE, compare_outputs
+from unskip.absorption._nearest import Nearest, least_change, unsupported_reason
+from unskip.absorption._problem import Biases, problem_of
 from unskip.absorption._verdict import Certificate, Verdict
 from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
@@ -60,7 +60,7 @@ def widen(block: Block | MlpParts, biases: Biases = "as-is") -> Widened:
             if verdict.status != "possible":
                 continue
             made = verdict.replacement().stored_as(block)
-            seen = agree(block, made, tolerance=SPLIT)
+            seen = compare_outputs(block, made, tolerance=SPLIT_TOLERANCE)
             if seen.holds:
                 extra, lost = made.width - block.width, seen.measured
                 return Widened(made, extra, verdict, lost["stored"], lost["original_stored"])
@@ -85,7 +85,7 @@ def _open_gates(block: Block, biases: Biases, now: Verdict) -> Verdict:
 
     assert block.gate is not None
     beta = 0.0 if height(0.0) else 1.0
-    if (beta and not gate_bias(block, biases)) or {"pre", "out"} & block.norms.keys():
+    if (beta and not allows_gate_bias(block, biases)) or {"pre", "out"} & block.norms.keys():
         hint = "" if block.norms else " With gate biases it can be done: ask with biases='allowed'"
         raise BadInput(f"widen: {now.reason}{hint}")
     left, values, right = torch.linalg.svd(block.matrix, full_matrices=False)
@@ -101,7 +101,7 @@ def _open_gates(block: Block, biases: Biases, now: Verdict) -> Verdict:
     if beta:
         before = block.up.new_zeros(block.width) if block.gate_bias is None else block.gate_bias.detach()
         made = replace(made, gate_bias=torch.cat([before, before.new_full((rank,), beta)]))
-    seen = agree(block, made)
+    seen = compare_outputs(block, made)
     return Verdict(
         "possible" if seen.holds else "undecided",
         f"With {rank} more units the skip is made up.",
@@ -124,10 +124,10 @@ def nearest(block: Block | MlpParts) -> Nearest:
     whichever needs less.
     """
     block = block_of(block)
-    if (why := why_not_near(block, block.width)) is not None:
+    if (why := unsupported_reason(block, block.width)) is not None:
         raise BadInput(f"nearest: it {why}; this one has {block.activation} and norms {list(block.norms) or 'none'}")
     with torch.no_grad():
-        found = project(block, reduce(block, block.width, "allowed"))
+        found = least_change(block, problem_of(block, block.width, "allowed"))
         if found is None:
             rank = skip_rank(block.matrix)
             why = "are fewer than" if block.width < rank else "have rows that do not carry"
