@@ -72,7 +72,7 @@ def test_a_widened_model_is_other_than_its_function_builds(run: Any, models: str
         (["--apply", "approximate"], "give --data"),
         (["--out", "x"], "give --apply"),
         (["--apply", "widen", "--distil", "3"], "--distil"),
-        (["--n", "5"], "give a source"),
+        (["--n", "5"], "give --data, too"),
         (["--data", "random:40", "--n", "5"], "write --data random:5, without --n"),
         (["--apply", "widen", "--out", "/proc/nowhere"], "--out /proc/nowhere"),
         (["--device", "nowhere"], "device is 'nowhere'"),

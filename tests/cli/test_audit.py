@@ -294,7 +294,7 @@ def test_terminal_shows_long_skips_unknowns_and_notes(terminal: Any, monkeypatch
     audit.sites = (dataclasses.replace(first, long=True), *rest)
     audit.unknown = (unskip.anatomy.Unknown("blocks.0[odd]", "file.py:3", "a reason"),)
     audit.notes = ("something [to] know",)
-    monkeypatch.setattr(_audit, "_look", lambda *args: (audit, None))
+    monkeypatch.setattr(_audit, "_audit_model", lambda *args: (audit, None))
     out = terminal(200, "audit", "timm:test_vit")
     assert "long skip, kept by default" in out
     assert "1 addition not decided, and left alone:\n  blocks.0[odd] (file.py:3): a reason" in out

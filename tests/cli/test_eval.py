@@ -19,7 +19,7 @@ def test_masks_that_no_protocol_looks_at_are_refused(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("unskip: --dense pets-{split}.parquet: ")
-    assert "look at no masks or boxes" in err
+    assert "use no masks or boxes" in err
     dense = [name for name, each in PROTOCOLS.items() if each.truth != "labels"]
     assert f"--protocol {','.join(dense)}," in err
 

@@ -122,7 +122,7 @@ def test_folders_that_are_no_models(run: Any, tmp_path: Path, saved: Path) -> No
     assert "is a folder of unknown kind" in err
     code, _, err = run("measure", str(saved), "--random")
     assert code == 2
-    assert "--random is for a model that is named" in err
+    assert "--random is for named models" in err
 
 
 def test_a_model_that_does_not_say_what_it_takes_is_told(run: Any, models: str) -> None:

@@ -124,7 +124,7 @@ def test_a_config_is_run_again_with_changes(configs: list[Any], tmp_path: Path) 
         (["supervised", "--seeds", "a"], "whole numbers"),
         (["--lr", "3"], "name a recipe"),
         (["--config", "no.json"], "no.json"),
-        (["supervised", "--config", "mae.json"], "mae.json: it is of mae"),
+        (["supervised", "--config", "mae.json"], "mae.json: it is a config of mae"),
         (["--config", "list.json"], "holds no config"),
         (["--config", "mae.json", "--preset", "digits"], "leave one out"),
     ],

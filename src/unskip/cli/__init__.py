@@ -1,10 +1,11 @@
-"""The front door: `unskip COMMAND ...`.
+"""The command line: `unskip COMMAND ...`.
 
-Exit codes: 0 fine; 2 bad input, in one line; 1 a fault; 130 interrupted. Results go to stdout, all else to stderr.
-On a terminal tables are drawn; in a pipe the same table is plain text.
+Exit codes: 0 success; 2 bad input, reported in one line; 1 any other error; 130 interrupted. Results go to stdout,
+everything else to stderr. Tables are formatted for a terminal, and plain text in a pipe.
 
-A command is a function of the file named here. The file is imported when its command is given, and imports torch when
-it runs, so help and version take no time. Little is imported here: until `process` is called, Ctrl-C is Python's.
+A command is a function in the file named in COMMANDS. The file is imported when its command is given, and torch when
+it runs, so that help and version are fast. This module imports little, because Ctrl-C prints a traceback until
+`process` is called.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-COMMANDS = {  # name: (file, what it does); the function is called NAME_command
+COMMANDS = {  # name: (file, description); the function is NAME_command
     "audit": ("_audit", "list every residual addition of a model"),
     "measure": ("_measure", "rank, conditioning, attention and quantisation on a few samples"),
     "absorb": ("_absorb", "decide which MLPs can absorb their skip, with a certificate"),
@@ -28,9 +29,9 @@ COMMANDS = {  # name: (file, what it does); the function is called NAME_command
     "resume": ("_train", "continue a run from its last checkpoint"),
     "eval": ("_eval", "evaluate a run or any model by named protocols"),
     "sample": ("_sample", "sample images or text from a run"),
-    "report": ("_report", "one HTML page about any runs"),
+    "report": ("_report", "write one HTML page about runs"),
     "recipes": ("_train", "list the recipes and their presets"),
-    "demo": ("_demo", "rewire, train with and without skips, prove, report: minutes on two cores"),
+    "demo": ("_demo", "rewire, train with and without skips, absorb, report; takes minutes on two cores"),
 }
 _LINES = "\n".join(f"  {name:<9} {about}" for name, (_, about) in COMMANDS.items())
 HELP = f"""usage: unskip COMMAND [OPTIONS]
@@ -41,24 +42,26 @@ commands:
 {_LINES}
 
 options:
-  -h, --help      show this help, or that of a command: unskip COMMAND --help
+  -h, --help      show this help; unskip COMMAND --help shows that of a command
   --version       show the version
-  --plugin NAME   of every command: a Python file or module that registers shortcuts, evaluators or recipes
+  --plugin NAME   for every command: load a Python file or module that registers shortcuts, evaluators or recipes
 
 example: unskip audit timm:vit_base_patch16_224 --shortcut decay:0.6"""
 
-PLUGIN = "With --plugin NAME, a Python file or module with shortcuts, evaluators or recipes is loaded first."
+PLUGIN = "--plugin NAME first loads a Python file or module that registers shortcuts, evaluators or recipes."
 INTERRUPTED = "unskip: interrupted"
-_IN_ORDER = ("train", "resume", "demo")  # they write a checkpoint, or say how to go on, when interrupted
+_GRACEFUL = ("train", "resume", "demo")  # when interrupted, they write a checkpoint or print how to continue
 
 
 def process() -> NoReturn:
-    """Runs the command of this process, and ends it.
+    """Runs the command of this process and exits.
 
-    One of several processes ends without the interpreter's own end: threads of torch.distributed that still run need
-    the interpreter, and would abort the process ("terminate called without an active exception").
+    A process started by a launcher skips the interpreter's shutdown: threads of torch.distributed that still run would
+    abort it ("terminate called without an active exception").
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background of a script
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # SIGINT is ignored in background jobs of a script
         signal.signal(signal.SIGINT, _leave)
     code = main()
     if "LOCAL_RANK" not in os.environ:
@@ -78,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, `head` for instance, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except SystemExit as stop:  # of tyro: help, or an argument it does not know
+    except SystemExit as stop:  # raised by tyro after help or an unknown argument
         return stop.code if isinstance(stop.code, int) else 2 if stop.code else 0
 
 
@@ -111,7 +114,7 @@ def _main(args: list[str]) -> int:
 
 
 def _plugins(args: list[str]) -> tuple[list[str], list[str]]:
-    """The values of every --plugin, and the other arguments."""
+    """The values of all --plugin options, and the other arguments."""
     from unskip.errors import BadInput
 
     plugins, rest = [], []
@@ -133,18 +136,18 @@ def _run(command: str, args: list[str], plugins: list[str]) -> int:
     from unskip._extras import need
 
     tyro = need("tyro")
-    from unskip.cli._say import warnings_in_a_line
+    from unskip.cli._say import one_line_warnings
 
-    with warnings_in_a_line(), _interrupted_at_once() as usual:
-        if command == "eval" or args[:1] not in (["-h"], ["--help"]):  # the help of eval lists what plugins add
+    with one_line_warnings(), _exit_on_interrupt() as raise_on_interrupt:
+        if command == "eval" or args[:1] not in (["-h"], ["--help"]):  # the help of eval lists the protocols of plugins
             from unskip._plugins import load_installed, load_plugins
 
             load_installed()
             load_plugins(plugins)
-            if command in _IN_ORDER:
-                for library in ("unskip.recipes", "timm"):  # now, while an interrupt is no exception
+            if command in _GRACEFUL:
+                for library in ("unskip.recipes", "timm"):  # imported while Ctrl-C ends the process
                     import_module(library)
-                usual()
+                raise_on_interrupt()
         function = getattr(import_module(f"unskip.cli.{COMMANDS[command][0]}"), f"{command}_command")
         if command == "train":
             return int(function(args))  # its options depend on the recipe and the preset
@@ -153,22 +156,24 @@ def _run(command: str, args: list[str], plugins: list[str]) -> int:
 
 
 @contextmanager
-def _interrupted_at_once() -> Iterator[Callable[[], None]]:
-    """Ctrl-C ends the process. As an exception it would be caught by libraries, or abort their C++ code in an import.
+def _exit_on_interrupt() -> Iterator[Callable[[], None]]:
+    """Makes Ctrl-C end the process. An exception could be caught by libraries, or abort C++ code during an import.
 
-    What it gives makes Ctrl-C an exception again, for commands that end in order.
+    Yields a function that makes Ctrl-C raise KeyboardInterrupt again, for commands that handle it.
     """
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():  # others cannot have signals
+    if (
+        ignored or threading.current_thread() is not threading.main_thread()
+    ):  # only the main thread can set signal handlers
         yield lambda: None
         return
     before = signal.signal(signal.SIGINT, _leave)
 
-    def usual() -> None:
+    def raise_on_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     try:
-        yield usual
+        yield raise_on_interrupt
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -1,4 +1,4 @@
-"""`unskip absorb MODEL`: which MLPs could do without their skip, and a model rewritten that way."""
+"""`unskip absorb MODEL`: decide which MLPs can absorb their skip, and rewrite the model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from unskip.errors import BadInput, RewireError
 if TYPE_CHECKING:
     from torch import nn
 
-_DATA = "Samples to approximate on: a folder of images, an .npy file, a set such as digits, or random:N."
-_MOST = "Approximate replacements that are further off than this, relative, are refused (default 0.1)."
-_APPLY = "Rewrite the sites that may be: exact, widen or approximate (needs --data)."
+_DATA = "Samples to fit approximations to: a folder of images, an .npy file, a named set such as digits, or random:N."
+_MAX_ERROR = "Largest relative error of an approximate replacement; worse ones are refused (default: 0.1)."
+_APPLY = "Rewrite all sites where it is possible: exact, widen, or approximate (needs --data)."
 
 
 def absorb_command(
-    model: Annotated[str, tyro.conf.Positional, model_help("The model, with pretrained weights unless --random")],
+    model: Annotated[
+        str, tyro.conf.Positional, model_help("Model to decide on, with pretrained weights unless --random is given")
+    ],
     data: Annotated[str | None, option(_DATA, "SOURCE")] = None,
-    n: Annotated[int | None, option("How many samples of the source (default 64).", "N")] = None,
+    n: Annotated[int | None, option("Number of samples of --data (default: 64).", "N")] = None,
     apply: Annotated[Literal["exact", "widen", "approximate"] | None, option(_APPLY, "MODE")] = None,
-    max_error: Annotated[float | None, option(_MOST, "E")] = None,
+    max_error: Annotated[float | None, option(_MAX_ERROR, "E")] = None,
     distil: Annotated[int | None, option("Training steps for each approximate replacement.", "N")] = None,
     out: Annotated[str | None, option("Folder for the rewritten model.", "FOLDER")] = None,
     input: Inputs = (),  # noqa: A002
@@ -41,24 +43,24 @@ def absorb_command(
     """
     import torch
 
-    from unskip.cli._model import builder_of, by_input, inputs, samples_for, shapes_of, weighted
+    from unskip.cli._model import builder_of, input_hint, inputs, open_weighted, samples_for, shapes_of
     from unskip.training import device_of
 
     if apply == "approximate" and data is None:
-        raise BadInput("--apply approximate fits to samples: give --data")
+        raise BadInput("--apply approximate needs samples: give --data")
     if out is not None and apply is None:
-        raise BadInput("--out is for a rewritten model: give --apply too")
+        raise BadInput("--out saves a rewritten model: give --apply, too")
     if apply != "approximate" and (max_error is not None or distil is not None):
-        raise BadInput("--max-error and --distil are for --apply approximate: give it too")
+        raise BadInput("--max-error and --distil apply to --apply approximate: give it, too")
     if n is not None and data is None:
-        raise BadInput("--n says how many samples of --data to read: give a source")
+        raise BadInput("--n is the number of samples of --data: give --data, too")
     if n is not None and data is not None and data.startswith("random:") and data != f"random:{n}":
-        raise BadInput(f"--data {data} says how many samples already: write --data random:{n}, without --n")
+        raise BadInput(f"--data {data} already gives the number of samples: write --data random:{n}, without --n")
     where, shapes = device_of(device), shapes_of(input)
     applied = refused = None
-    with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, by_input():
-        torch.manual_seed(0)  # random weights, but the same ones each time
-        built = weighted(model, random, trust).to(where).eval()
+    with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, input_hint():
+        torch.manual_seed(0)  # the same random weights each time
+        built = open_weighted(model, random, trust).to(where).eval()
         samples = None if data is None else samples_for(built, data, 64 if n is None else n, shapes)[0]
         example = inputs(built, shapes) if samples is None else None
         scan = unskip.absorption.scan(built, example, data=samples, progress=tick)
@@ -103,5 +105,5 @@ def _save(model: nn.Module, out: str, builder: Any) -> None:
     try:
         unskip.save(model, out, builder)
     except BadInput as error:
-        unskip.save(model, out)  # raises again where that is not it
-        warn(f"{out}: saved without how to build the model: {error}")
+        unskip.save(model, out)  # raises again if the builder is not the cause
+        warn(f"{out}: saved without a builder: {error}")

@@ -1,4 +1,4 @@
-"""`unskip audit MODEL`: every residual of a model, its weights where it is rewired, and what a rule would give it."""
+"""`unskip audit MODEL`: the residual additions of a model, with the weights of its wiring or of a rule."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from unskip.wiring import Shortcut, Wiring
 
 _SHORTCUT = (
-    "Show what a rule would give each site: keep, cut, decay:0.6, decay:0.6,cosine, decay:product=5e-3, "
+    "Show the weights that a rule gives each site: keep, cut, decay:0.6, decay:0.6,cosine, decay:product=5e-3, "
     "scale:0.7,0.7, learn:1.0 or anneal:keep>cut@10000."
 )
 
 
 def audit_command(
-    model: Annotated[str, tyro.conf.Positional, model_help("What to audit; a named model has random weights")],
+    model: Annotated[str, tyro.conf.Positional, model_help("Model to audit; named models get random weights")],
     shortcut: Annotated[str | None, option(_SHORTCUT, "RULE")] = None,
     input: Inputs = (),  # noqa: A002
     trust: Trust = False,
@@ -43,9 +43,9 @@ def audit_command(
 
     rule = parse(shortcut) if shortcut is not None else None
     shapes = shapes_of(input)
-    # Whatever the model prints while it is built and run is no part of the result.
+    # What the model prints while it is built and run goes to stderr.
     with contextlib.redirect_stdout(sys.stderr), busy(f"auditing {model}"):
-        survey, wiring = _look(model, rule, shapes, trust)
+        survey, wiring = _audit_model(model, rule, shapes, trust)
     last = rule.steps if rule is not None else None
     if json:
         _write_json(model, survey, wiring, last)
@@ -64,36 +64,36 @@ def audit_command(
     return 0
 
 
-def _look(name: str, rule: Shortcut | None, shapes: list[Shape], trust: bool) -> tuple[Audit, Wiring | None]:
+def _audit_model(name: str, rule: Shortcut | None, shapes: list[Shape], trust: bool) -> tuple[Audit, Wiring | None]:
     import torch
 
     from unskip.cli._model import open_model
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # random weights, but the same ones each time
+        torch.manual_seed(0)  # the same random weights each time
         model = open_model(name, light=True, trust=trust)
         if all(parameter.device.type != "meta" for parameter in model.parameters()):
             return _survey(model, rule, shapes)
         try:
             result = _survey(model, rule, shapes)
-        except ForwardError:  # a forward that needs values
+        except ForwardError:  # the forward pass needs values
             return _survey(open_model(name, trust=trust), rule, shapes)
     print(
-        "note: a large model, built without values: |f|/|x| is not measured, nor is what depends on it", file=sys.stderr
+        "note: a large model, built without weights: |f|/|x| and what depends on it are not measured", file=sys.stderr
     )
     return result
 
 
 def _survey(model: nn.Module, rule: Shortcut | None, shapes: list[Shape]) -> tuple[Audit, Wiring | None]:
-    from unskip.cli._model import by_input, inputs
+    from unskip.cli._model import input_hint, inputs
     from unskip.wiring import find_wiring
 
     example = inputs(model, shapes)
-    with by_input():
+    with input_hint():
         if rule is None:
             return unskip.audit(model, example), find_wiring(model)
         saved = None if find_wiring(model) is None else unskip.audit(model)
-        wiring = unskip.rewire(model, rule, example, verify=False)  # its one trace serves both
+        wiring = unskip.rewire(model, rule, example, verify=False)  # one trace serves both
         return saved if saved is not None else unskip.Audit(type(model).__name__, wiring.survey), wiring
 
 
@@ -108,12 +108,12 @@ def _write_json(name: str, survey: Audit, wiring: Wiring | None, last: int | Non
 
 
 def _decay(wiring: Wiring) -> str:
-    place = _band(wiring)
-    return f"effective decay {wiring.effective_decay:.3g}" + (f", {place}" if place else "")
+    position = _band(wiring)
+    return f"effective decay {wiring.effective_decay:.3g}" + (f", {position}" if position else "")
 
 
 def _band(wiring: Wiring) -> str | None:
-    """Where the effective decay lies; nowhere once a learned weight has diverged."""
+    """The effective decay relative to the paper's band; None if a learned weight has diverged."""
     from unskip.wiring import band
 
     return band(wiring.effective_decay) if math.isfinite(wiring.effective_decay) else None

@@ -1,7 +1,7 @@
-"""From the arguments of `unskip train` to a config.
+"""Turns the arguments of `unskip train` into a config.
 
-The fields of a recipe's config are the options. A preset sets their defaults, or the config of another run does: the
-one of --config, or the one of the same recipe whose weights the run starts from.
+The options are the fields of the recipe's config. Their defaults come from a preset, from the run of --config, or from
+the run of --weights if it is of the same recipe.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from unskip.recipes import RECIPES, Recipe, field_groups, from_dict, is_run, rec
 from unskip.training import RunFolder
 from unskip.wiring import parse
 
-_CONFIG = "The config.json of a run: its fields are the defaults, instead of those of a preset."
-_SEEDS = "Several runs, as in 0,1,2: each in a folder of its own under --out, and a summary."
+_CONFIG = "The config.json of a run: its values replace the defaults of a preset."
+_SEEDS = "One run for each seed, such as 0,1,2, in folders under --out, and a summary."
 
 
 class Job(NamedTuple):
-    """What a command line asks for."""
+    """A parsed command line."""
 
     config: Any
     out: Path
@@ -40,15 +40,19 @@ class Job(NamedTuple):
 
 
 def read(args: Sequence[str]) -> Job:
-    """The arguments of `train`: the recipe, then its options."""
+    """Parses the arguments of `train`: a recipe, then its options."""
     name, rest = (None, args) if args[0].startswith("-") else (args[0], args[1:])
     first = argparse.ArgumentParser(prog="unskip train", add_help=False, allow_abbrev=False)
-    # The defaults of the others depend on these.
+    # The defaults of the other options depend on these.
     for flag in ("config", "preset", "data", "size", "model", "weights", "epochs", "steps"):
         first.add_argument(f"--{flag}")
     first.add_argument("-h", "--help", action="store_true")
     given = first.parse_known_args(rest)[0]
-    base = _again(name, given) if given.config is not None else _before(name, given) or _preset(name, given)
+    base = (
+        _from_config(name, given)
+        if given.config is not None
+        else _from_weights(name, given) or _from_preset(name, given)
+    )
     if given.epochs is not None and given.steps is None:
         base = replace(base, steps=None)  # steps of a preset or of another run would replace the epochs
     recipe = recipe_of(base)
@@ -63,16 +67,17 @@ def read(args: Sequence[str]) -> Job:
         config=(tyro.conf.OmitArgPrefixes,),
     )
     values = {name: value for group in groups for name, value in vars(getattr(parsed, group)).items()}
-    config = replace(base, **{each.name: values[each.name] for each in fields(base) if each.name in values})
-    own = resolve(recipe.name, base.preset, {})
-    unused = [each for each in config.unused() if getattr(config, each) == getattr(base, each)]
-    config = replace(config, **{each: getattr(own, each) for each in unused})  # of another run, and not asked for here
+    config = replace(base, **{field.name: values[field.name] for field in fields(base) if field.name in values})
+    # Reset fields that have no effect and come from the defaults: they may be those of another run.
+    preset = resolve(recipe.name, base.preset, {})
+    unused = [name for name in config.unused() if getattr(config, name) == getattr(base, name)]
+    config = replace(config, **{name: getattr(preset, name) for name in unused})
     seeds = None if values["seeds"] is None else _seeds(values["seeds"])
     return Job(config, Path(values["out"]), seeds, values["quiet"])
 
 
 def _groups(recipe: Recipe, base: Any) -> dict[str, type[Any]]:
-    """A dataclass for each group of options: tyro prints each in a frame of its own."""
+    """A dataclass for each group of options; tyro prints each group in its own frame."""
     own: list[tuple[str, Any, Any]] = [
         ("config", Annotated[str | None, option(_CONFIG, "FILE")], None),
         ("out", Annotated[str, tyro.conf.arg(help="Folder of the run.")], f"runs/{recipe.name}-{base.preset}"),
@@ -92,10 +97,10 @@ def _groups(recipe: Recipe, base: Any) -> dict[str, type[Any]]:
     return kinds
 
 
-# --- Where the defaults come from -------------------------------------------------------------------------------------
+# --- Defaults ---------------------------------------------------------------------------------------------------------
 
 
-def _preset(name: str | None, given: argparse.Namespace) -> Any:
+def _from_preset(name: str | None, given: argparse.Namespace) -> Any:
     if name is None:
         raise BadInput("name a recipe first, as in `unskip train mae`, or give --config; unskip recipes lists them")
     if name not in RECIPES:
@@ -105,7 +110,7 @@ def _preset(name: str | None, given: argparse.Namespace) -> Any:
 
 
 def _preset_of_data(recipe: Recipe, given: argparse.Namespace) -> str:
-    """The first preset, or the first of the data that are named, or for other data the one of the nearest size."""
+    """The preset made for --data, or the one nearest to --size. Without --data, the first preset."""
     sizes = {name: resolve(recipe.name, name, {}).size for name in recipe.presets}
     first = next(iter(sizes))
     if given.data is None or given.help:
@@ -113,32 +118,32 @@ def _preset_of_data(recipe: Recipe, given: argparse.Namespace) -> str:
     made_for = [name for name in sizes if resolve(recipe.name, name, {}).data == given.data]
     if made_for:
         if made_for[0] != first:
-            _say(f"--data {given.data}: preset {made_for[0]}, as none is given")
+            _say(f"--data {given.data}: using preset {made_for[0]}")
         return made_for[0]
-    if len({*sizes.values()}) == 1:  # presets do not differ in it, as those of text do not
+    if len({*sizes.values()}) == 1:  # such as the presets of text
         return first
     if given.size is not None:
-        asked = int(given.size) if given.size.isdigit() else 1  # what is no number is refused with the other options
-        near = min(sizes, key=lambda name: abs(math.log(sizes[name] / max(asked, 1))))
-        _say(f"--size {given.size}: the other defaults are those of preset {near}")
-        return near
+        asked = int(given.size) if given.size.isdigit() else 1  # tyro refuses a size that is no number
+        nearest = min(sizes, key=lambda name: abs(math.log(sizes[name] / max(asked, 1))))
+        _say(f"--size {given.size}: using the other defaults of preset {nearest}")
+        return nearest
     listed = ", ".join(f"{name} ({size})" for name, size in sizes.items())
     raise BadInput(
-        f"--data {given.data}: at which size? Give --preset, each made for images of so many pixels: {listed}; or give "
-        "--size, and the other defaults are those of the nearest"
+        f"--data {given.data}: an image size is needed. Give --preset, with image sizes in brackets: {listed}; or give "
+        "--size, which uses the preset nearest in size"
     )
 
 
 def _say(text: str) -> None:
-    """A line on the terminal, of the first process alone."""
+    """Prints a line to stderr, in the main process only."""
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr)
 
 
-def _again(name: str | None, given: argparse.Namespace) -> Any:
+def _from_config(name: str | None, given: argparse.Namespace) -> Any:
     """The config of another run."""
     if given.preset is not None:
-        raise BadInput("--config and --preset both say where defaults come from: leave one out")
+        raise BadInput("--config and --preset both set the defaults: leave one out")
     try:
         file = Path(given.config)
         data = json.loads((file / "config.json" if file.is_dir() else file).read_text(encoding="utf-8"))
@@ -152,26 +157,28 @@ def _again(name: str | None, given: argparse.Namespace) -> Any:
         parse(config.shortcut)
     recipe = recipe_of(config).name
     if name not in (None, recipe):
-        raise BadInput(f"--config {given.config}: it is of {recipe}, and {name} was asked for")
+        raise BadInput(f"--config {given.config}: it is a config of {recipe}, not of {name}")
     if given.model not in (None, config.model):
-        config = replace(config, model_args="")  # those of the other run are for its own model
+        config = replace(config, model_args="")  # the other run's are for its model
     return config
 
 
-def _before(name: str | None, given: argparse.Namespace) -> Any:
-    """The config of the run whose weights are given, or a checkpoint of it, without what it started from itself; None
-    where it is of another recipe, or defaults come from a preset."""
+def _from_weights(name: str | None, given: argparse.Namespace) -> Any:
+    """The config of the run or checkpoint that --weights names, without its own starting weights.
+
+    None if the run is of another recipe, or if --preset is given.
+    """
     if given.weights is None or given.preset is not None:
         return None
     path = Path(given.weights)
-    run = next((each for each in (path, path.parent.parent) if is_run(each)), None)
+    run = next((folder for folder in (path, path.parent.parent) if is_run(folder)), None)
     if run is None or RunFolder.open(run).config.get("recipe") != name:
         return None
     given.config = run
-    config = _again(name, given)
-    print(f"--weights {given.weights}: the other defaults are those of that run", file=sys.stderr)
-    own = ("init", "weights", "pretrained", "teacher")
-    return replace(config, **{each.name: each.default for each in fields(config) if each.name in own})
+    config = _from_config(name, given)
+    print(f"--weights {given.weights}: using the other defaults of that run", file=sys.stderr)
+    start = ("init", "weights", "pretrained", "teacher")
+    return replace(config, **{field.name: field.default for field in fields(config) if field.name in start})
 
 
 def _seeds(text: str) -> list[int]:
@@ -180,5 +187,5 @@ def _seeds(text: str) -> list[int]:
     except ValueError:
         raise BadInput(f"--seeds {text}: write whole numbers, as in 0,1,2") from None
     if len({*seeds}) < len(seeds):
-        raise BadInput(f"--seeds {text}: the same seed twice is the same run twice")
+        raise BadInput(f"--seeds {text}: the same seed twice; give each seed once")
     return seeds

@@ -1,4 +1,4 @@
-"""`unskip demo`: minutes from an installation to a page about models that the demo has trained itself."""
+"""`unskip demo`: train small models and write a report about them, in minutes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from unskip.cli._options import option
 
 
 def demo_command(
-    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Fewer steps: about half a minute.")] = False,
-    out: Annotated[str, tyro.conf.arg(help="Where runs and page go.", metavar="FOLDER")] = "runs/demo",
+    quick: Annotated[
+        bool, tyro.conf.FlagCreatePairsOff, option("Train for fewer steps: takes about half a minute.")
+    ] = False,
+    out: Annotated[str, tyro.conf.arg(help="Folder for the runs and the page.", metavar="FOLDER")] = "runs/demo",
     progress: Annotated[bool, tyro.conf.FlagCreatePairsOff, option("Show the progress of each run.")] = False,
 ) -> int:
-    """Audit, rewire, train with and without shortcuts, prove, and report: minutes on two cores, no network.
+    """Audit, rewire, train with and without skips, absorb and report, in minutes on two cores, without a network.
 
     Example: unskip demo --quick
     """
@@ -27,12 +29,12 @@ def demo_command(
 
     scale = demonstration.QUICK if quick else demonstration.SMALL
     shown = demonstration.run(out, functools.partial(print, flush=True), scale, quiet=not progress)
-    if sys.stdout.isatty() and _has_screen():
+    if sys.stdout.isatty() and _has_display():
         with contextlib.suppress(webbrowser.Error):
             webbrowser.open(shown.page.as_uri())
     return 0 if shown.holds else 1
 
 
-def _has_screen() -> bool:
-    """Whether a browser would open in a window: one in the terminal would take it over."""
+def _has_display() -> bool:
+    """Whether a browser opens in a window; a text browser would take over the terminal."""
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,4 +1,4 @@
-"""An audit on a terminal: the weights stand in the table, and columns that are empty or do not fit are left out."""
+"""An audit as a terminal table, with the weights of a wiring; columns that are empty or do not fit are left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unskip.wiring import Wiring
 
 
 def draw(survey: Audit, wiring: Wiring | None) -> None:
-    """Prints an audit, with the weights of a wiring where there is one."""
+    """Prints an audit, with the weights of its wiring if given."""
     console = Console(highlight=False)
     console.print(f"{survey.model}: {count(len(survey), 'residual site')}", markup=False, style="bold")
     _print(console, survey.sites, wiring)
@@ -36,21 +36,21 @@ def _print(console: Console, sites: Sequence[Site], wiring: Wiring | None) -> No
         header[5:5] = ["alpha", "beta"]
         for row, alpha, beta in zip(cells, wiring.alphas, wiring.betas, strict=True):
             row[5:5] = [alpha, beta]
-    plain = {"runs": 1}  # what goes without saying
-    shown = [name for i, name in enumerate(header) if any(row[i] not in (None, "", plain.get(name)) for row in cells)]
+    default = {"runs": 1}  # a column with only this value is left out
+    shown = [name for i, name in enumerate(header) if any(row[i] not in (None, "", default.get(name)) for row in cells)]
     table = _table(header, cells, shown)
-    endless = console.options.update_width(10_000)  # else it would measure the table as cut to the terminal
-    gone = []
+    unlimited = console.options.update_width(10_000)  # the width of the table before it is cut to the terminal
+    dropped = []
     for name in ("source", "branch"):
-        if name in shown and console.measure(table, options=endless).maximum > console.width:
+        if name in shown and console.measure(table, options=unlimited).maximum > console.width:
             shown.remove(name)
-            gone.append(name)
+            dropped.append(name)
             table = _table(header, cells, shown)
     if shown:
         console.print(table)
-    if gone:
+    if dropped:
         console.print(
-            f"too wide for the terminal: {' and '.join(gone)} not shown; add | cat for all columns", style="dim"
+            f"too wide for the terminal: {' and '.join(dropped)} not shown; add | cat for all columns", style="dim"
         )
 
 

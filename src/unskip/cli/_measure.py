@@ -26,17 +26,19 @@ from unskip.cli._options import (
 )
 from unskip.cli._say import print_json, progress
 
-_DATA = "Samples: a folder of images, an .npy file, a set such as digits, or random:N (default: random:8)."
-_JACOBIANS = "auto, exact (as matrices, however large) or off."
+_DATA = "Samples: a folder of images, an .npy file, a named set such as digits, or random:N (default: random:8)."
+_JACOBIANS = "Jacobians: auto, exact (full matrices of any size) or off."
 
 
 def measure_command(
-    model: Annotated[str, tyro.conf.Positional, model_help("What to measure, with pretrained weights unless --random")],
+    model: Annotated[
+        str, tyro.conf.Positional, model_help("Model to measure, with pretrained weights unless --random is given")
+    ],
     data: Annotated[str, option(_DATA, "SOURCE")] = "random:8",
     n: Count = 8,
-    shortcut: Annotated[str | None, option("Rewire first: cut, decay:0.6, ...", "RULE")] = None,
+    shortcut: Annotated[str | None, option("Rewire the model first: cut, decay:0.6, ...", "RULE")] = None,
     init: Annotated[
-        str | None, option("Initialise first: skipless, skipless:shaped, skipless:paired or zero.", "NAME")
+        str | None, option("Initialise the model first: skipless, skipless:shaped, skipless:paired or zero.", "NAME")
     ] = None,
     blocks: Blocks = "all",
     jacobians: Annotated[Literal["auto", "exact", "off"], tyro.conf.arg(help=_JACOBIANS)] = "auto",
@@ -54,41 +56,42 @@ def measure_command(
     """
     import torch
 
-    from unskip.cli._model import by_input, channel_numbers, samples_for, shapes_of, weighted
+    from unskip.cli._model import channel_numbers, input_hint, open_weighted, samples_for, shapes_of
     from unskip.training import RunFolder, device_of
     from unskip.wiring import parse
 
     rule = parse(shortcut) if shortcut is not None else None
     where, shapes = device_of(device), shapes_of(input)
-    with contextlib.redirect_stdout(sys.stderr), progress(f"measuring {model}") as tick, by_input():
-        torch.manual_seed(0)  # random weights, but the same ones each time
-        built = weighted(model, random, trust).to(where)
+    with contextlib.redirect_stdout(sys.stderr), progress(f"measuring {model}") as tick, input_hint():
+        torch.manual_seed(0)  # the same random weights each time
+        built = open_weighted(model, random, trust).to(where)
         numbers = {"mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
-        samples, made = samples_for(built, data, n, shapes, numbers)
+        samples, preprocess = samples_for(built, data, n, shapes, numbers)
         if rule is not None:
             unskip.rewire(built, rule, samples)
-        if init is not None:  # calibrated in the model as it is wired
+        if init is not None:  # after rewiring, which calibration depends on
             unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)
         measurement = unskip.measure(built, samples, blocks=blocks_of(blocks), jacobians=jacobians, progress=tick)
-    looks = RunFolder(model).read("health.jsonl")  # of a run; empty for any other model
+    health = RunFolder(model).read("health.jsonl")  # empty for a model that is not a run
     if json:
-        print_json({"spec": model, "preprocess": made and made.to_dict(), **measurement.to_dict(), "training": looks})
+        record = {"spec": model, "preprocess": preprocess and preprocess.to_dict(), **measurement.to_dict()}
+        print_json(record | {"training": health})
     else:
-        print(f"images: {made}\n{measurement}" if made is not None else measurement)
-        if looks:
-            print(f"\n{_over_training(looks)}")
+        print(f"images: {preprocess}\n{measurement}" if preprocess is not None else measurement)
+        if health:
+            print(f"\n{_health_table(health)}")
     return 0
 
 
-def _over_training(looks: list[dict[str, Any]]) -> str:
-    """A table of what was kept in training: three blocks of each kind, and the size of a step by role."""
+def _health_table(records: list[dict[str, Any]]) -> str:
+    """Token cosine and self-attention of the first, middle and last block, and relative step sizes, over training."""
     rows: dict[int, dict[str, object]] = {}
-    for look in sorted(looks, key=lambda look: look["step"]):
-        row = rows.setdefault(look["step"], {"step": look["step"]})
+    for record in sorted(records, key=lambda record: record["step"]):
+        row = rows.setdefault(record["step"], {"step": record["step"]})
         for name, short in (("token_cosine", "tok cos"), ("self_attention", "self-att")):
-            values = look.get(name) or []
+            values = record.get(name) or []
             row |= {f"{short} {at}": values[at] for at in sorted({0, len(values) // 2, len(values) - 1}) if values}
-        row |= {f"step {role}": size for role, size in look.get("relative_step", {}).items()}
+        row |= {f"step {role}": size for role, size in record.get("relative_step", {}).items()}
     names = [*dict.fromkeys(name for row in rows.values() for name in row)]
     names.sort(key=lambda name: (name.startswith("step "), name.startswith("self"), name.startswith("tok")))
     cells = [[row.get(name) for name in names] for row in rows.values()]

@@ -1,4 +1,4 @@
-"""The MODEL of a command: built from its name, or opened where a run or `unskip.save` left it; and samples for it."""
+"""The MODEL of a command, built from a name or loaded from a folder, and samples for it."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ Shape = tuple[str, tuple[int, ...]]  # "" or "int", and the sizes
 
 
 def open_model(name: str, pretrained: bool = False, light: bool = False, trust: bool = False) -> nn.Module:
-    """The model of a name as `spec.build` makes it, or one in a folder, with its weights and its wiring.
+    """Builds a named model, or loads the model of a folder with its weights and wiring.
 
-    Of a run it is the part that makes features, such as the encoder of an MAE.
+    Of a run it returns the feature extractor, such as the encoder of an MAE.
     """
     folder = Path(name).expanduser()
     if (folder / "unskip.json").is_file():
         return unskip.load(folder, trust=trust).eval()
     if is_run(folder):
         return open_run(folder, device="cpu", trust=trust).encoder.eval()
-    if any(is_run(each) for each in folder.glob("*/")):
+    if any(is_run(path) for path in folder.glob("*/")):
         names = ", ".join(str(run) for run in find_runs(folder))
-        raise BadInput(f"{name} holds several runs; name one of them: {names}")
+        raise BadInput(f"{name} contains several runs; give one of them: {names}")
     return spec.build(name, pretrained=pretrained, light=light)
 
 
 def builder_of(name: str) -> Any:
-    """How the model of a name is built again: by a function of a file, or as a folder of unskip.save says.
+    """The builder to save with a model: its file and function, or the builder of a saved folder.
 
-    None for those that say it themselves.
+    None for models whose builder `unskip.save` finds itself.
     """
     record = Path(name).expanduser() / "unskip.json"
     if record.is_file():
@@ -53,20 +53,20 @@ def builder_of(name: str) -> Any:
     return name if name.rpartition(":")[0].endswith(".py") else None
 
 
-def weighted(model: str, random: bool, trust: bool) -> nn.Module:
-    """The model of a name with pretrained weights, or with random ones where these are asked for."""
+def open_weighted(model: str, random: bool, trust: bool) -> nn.Module:
+    """Opens a model with pretrained weights, or with random ones if `random`."""
     if random and Path(model).is_dir():
-        raise BadInput(f"--random is for a model that is named, and {model} is a folder with weights of its own")
+        raise BadInput(f"--random is for named models, and {model} is a folder with its own weights")
     try:
         return open_model(model, pretrained=not random, trust=trust)
     except BadInput as error:
         if random or "internet" not in str(error):
             raise
-        raise BadInput(f"{one_line(error)}; --random goes on with random ones") from error
+        raise BadInput(f"{one_line(error)}; --random uses random ones") from error
 
 
 def shape_of(text: str) -> Shape:
-    """ "2,3,32,32" or "int:2,16"."""
+    """Parses "2,3,32,32" or "int:2,16"."""
     kind, _, sizes = text.rpartition(":")
     try:
         shape = tuple(int(size) for size in sizes.split(","))
@@ -78,32 +78,32 @@ def shape_of(text: str) -> Shape:
 
 
 def shapes_of(given: Iterable[Iterable[str]]) -> list[Shape]:
-    """Of every --input, with one shape or several."""
+    """The shapes of all --input options; each gives one or several."""
     return [shape_of(text) for texts in given for text in texts]
 
 
 def inputs(model: nn.Module, shapes: list[Shape]) -> tuple[Tensor, ...] | None:
-    """Noise and token ids of these shapes, the same ones every time; None for no shapes."""
+    """Random numbers and token ids of these shapes, the same each time; None without shapes."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(()))
-    # Ids that every table of the model has; without a table nothing is known but that there are two.
-    known = min((table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)), default=2)
+    # Ids that are valid for every embedding of the model; without an embedding, 0 and 1.
+    size = min((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=2)
     generator = torch.Generator().manual_seed(0)
-    made = [
-        torch.randint(known, shape, generator=generator).to(weight.device)
+    values = [
+        torch.randint(size, shape, generator=generator).to(weight.device)
         if kind == "int"
         else torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
         for kind, shape in shapes
     ]
-    return tuple(made) or None
+    return tuple(values) or None
 
 
 def samples_for(
     model: nn.Module, source: str, n: int, shapes: list[Shape], numbers: dict[str, Any] | None = None
 ) -> tuple[object, Preprocess | None]:
-    """A batch that fits the model, and how its images were made, where it reads some.
+    """A batch that fits the model, and the preprocessing of its images, or None.
 
-    It is images of the model's size, or the inputs that it says it takes, or that `shapes` do. `numbers` are a mean and
-    a standard deviation in place of the model's own.
+    The batch has images of the model's size, or inputs as in `shapes` or the model's own description. `numbers` are a
+    mean and a standard deviation that replace those of the model.
     """
     example = example_for(model, inputs(model, shapes))
     images = [value for value in example.values if isinstance(value, Tensor) and value.ndim == 4]
@@ -113,16 +113,16 @@ def samples_for(
         ids = data_batch(source, n)
         return dict.fromkeys(list(example.kwargs)[:1], ids) or (ids,), None
     channels, *size = images[0].shape[1:]
-    made = preprocess_for(model, channels, numbers or {})
+    preprocess = preprocess_for(model, channels, numbers or {})
     sides = (int(size[0]), int(size[1]))
-    options: Any = {"mean": made.mean, "std": made.std, "crop": made.crop, "interpolation": made.interpolation}
+    options: Any = {name: getattr(preprocess, name) for name in ("mean", "std", "crop", "interpolation")}
     values = data_batch(source, n, sides, **options).to(images[0])
     samples = dict.fromkeys(example.kwargs, values) or (values,)
-    return samples, None if source.startswith("random:") else made
+    return samples, None if source.startswith("random:") else preprocess
 
 
 def preprocess_for(model: nn.Module, channels: int, numbers: dict[str, Any]) -> Preprocess:
-    """The model's own preprocessing, with the size, mean and standard deviation that the caller gives."""
+    """The model's own preprocessing, with the given size, mean and standard deviation."""
     given = {name: value for name, value in numbers.items() if value is not None}
     for name in ("mean", "std"):
         if name in given and len(given[name]) not in (1, channels):
@@ -141,12 +141,12 @@ def channel_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
         raise BadInput(f"--{option} {text}: write a number for each channel, such as 0.5,0.5,0.5") from None
 
 
-def _noise(example: Example, source: str, count: int, asked_for: bool) -> object:
-    """Random token ids or numbers where the model takes one input, or else the example: one asked for, or its own."""
+def _noise(example: Example, source: str, count: int, given: bool) -> object:
+    """Random token ids or numbers for a model of one input, else the example, which is `given` or the model's own."""
     (first, *more) = example.values
     if not more and isinstance(first, Tensor) and first.ndim == 2 and not first.is_floating_point():
         generator = torch.Generator().manual_seed(0)
-        low, high = int(first.min()), int(first.max())  # ids that the model knows
+        low, high = int(first.min()), int(first.max())  # ids that are valid for the model
         ids = torch.randint(low, high + 1, (count, first.shape[1]), generator=generator).to(first)
         return dict.fromkeys(example.kwargs, ids) or (ids,)
     if not more and isinstance(first, Tensor) and first.is_floating_point() and first.ndim > 1:
@@ -154,18 +154,18 @@ def _noise(example: Example, source: str, count: int, asked_for: bool) -> object
         return dict.fromkeys(example.kwargs, noise) or (noise,)
     if not more and isinstance(first, Tensor) and first.ndim == 1:
         raise BadInput(f"--data {source}: --input {len(first)} leaves no dimension for samples; write 2,{len(first)}")
-    if asked_for:
+    if given:
         return example
     warn(
-        f"{source}: a model of several inputs, or of other ones than images and token ids, is measured on an example "
-        "of its own, of whatever size that has"
+        f"{source}: the model takes several inputs, or others than images and token ids; it is measured on its example "
+        "input, whose number of samples may differ"
     )
     return example
 
 
 @contextlib.contextmanager
-def by_input() -> Iterator[None]:
-    """Where an error asks for an example, it also says how a command line gives one."""
+def input_hint() -> Iterator[None]:
+    """Adds to an error that asks for an example how to give one on the command line."""
     try:
         yield
     except (BadInput, ForwardError) as error:

@@ -1,7 +1,4 @@
-"""`unskip sample RUN`: images of a generative run, as PNG files and a grid, evaluated where an extractor is named.
-
-Of a language model it is text.
-"""
+"""`unskip sample RUN`: images of a generative run, as PNG files and a grid, or text of a language model."""
 
 from __future__ import annotations
 
@@ -14,38 +11,42 @@ from unskip.cli._options import DeviceOfRun, Json, PrecisionOption, Run, Trust, 
 from unskip.cli._say import busy, print_json
 from unskip.errors import BadInput
 
-_CACHE = "~/.cache/unskip/statistics"  # of the data that samples are compared with
-_EVALUATE = "Compare with the run's data over this extractor: inception, timm:NAME, or the folder of a classifier."
+_CACHE = "~/.cache/unskip/statistics"  # statistics of the data that samples are compared with
+_EVALUATE = "Compare with the run's data by the features of inception, timm:NAME, or the folder of a classifier."
 
 
 def sample_command(
     run: Run,
-    n: Annotated[int | None, option("How many (default: 64 images, or one text).", "N")] = None,
-    cfg: Annotated[float, tyro.conf.arg(help="Scale of classifier-free guidance; 1 is none.", metavar="W")] = 1.0,
+    n: Annotated[int | None, option("Number of samples (default: 64 images, or one text).", "N")] = None,
+    cfg: Annotated[float, tyro.conf.arg(help="Scale of classifier-free guidance; 1 turns it off.", metavar="W")] = 1.0,
     sampler: Annotated[
-        Literal["euler", "heun", "dopri5", "euler-maruyama"], tyro.conf.arg(help="Of the ODE or the SDE.")
+        Literal["euler", "heun", "dopri5", "euler-maruyama"], tyro.conf.arg(help="Sampler of the ODE or the SDE.")
     ] = "heun",
-    steps: Annotated[int, tyro.conf.arg(help="Of all samplers but dopri5.", metavar="N")] = 50,
-    tolerance: Annotated[float, tyro.conf.arg(help="Of dopri5.", metavar="X")] = 1e-5,
-    label: Annotated[int | None, option("One class for all (default: each in turn).", "CLASS")] = None,
-    seed: Annotated[int, tyro.conf.arg(help="Of the noise.", metavar="N")] = 0,
-    batch: Annotated[int, tyro.conf.arg(help="How many at a time.", metavar="N")] = 256,
+    steps: Annotated[int, tyro.conf.arg(help="Steps of the sampler, except for dopri5.", metavar="N")] = 50,
+    tolerance: Annotated[float, tyro.conf.arg(help="Error tolerance of dopri5.", metavar="X")] = 1e-5,
+    label: Annotated[int | None, option("Class of all samples (default: each class in turn).", "CLASS")] = None,
+    seed: Annotated[int, tyro.conf.arg(help="Random seed of the samples.", metavar="N")] = 0,
+    batch: Annotated[int, tyro.conf.arg(help="Samples per batch.", metavar="N")] = 256,
     precision: PrecisionOption = "float32",
     compile: Annotated[  # noqa: A002
         bool,
         tyro.conf.FlagCreatePairsOff,
-        option("Compile the network: pays off for hundreds of samples on a GPU."),
+        option("Compile the network; pays off for hundreds of samples on a GPU."),
     ] = False,
     evaluate: Annotated[str | None, option(_EVALUATE, "EXTRACTOR")] = None,
-    prompt: Annotated[str | None, option("Of a language model: the text that it continues.", "TEXT")] = None,
-    length: Annotated[int, tyro.conf.arg(help="Of a language model: tokens at most.", metavar="N")] = 256,
-    temperature: Annotated[float, option("Of a language model; 0 takes the likeliest token.", "T")] = 0.8,
-    top_k: Annotated[int | None, option("Of a language model: draw among the likeliest alone.", "K")] = None,
+    prompt: Annotated[str | None, option("For language models: text to continue.", "TEXT")] = None,
+    length: Annotated[int, tyro.conf.arg(help="For language models: largest number of tokens.", metavar="N")] = 256,
+    temperature: Annotated[
+        float, tyro.conf.arg(help="For language models: 0 takes the most likely token.", metavar="T")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, option("For language models: sample among the K most likely tokens (default: all).", "K")
+    ] = None,
     device: DeviceOfRun = None,
     trust: Trust = False,
     json: Json = False,
 ) -> int:
-    """Draw images with a run's EMA weights: PNG files and a grid under RUN/samples. Or text, after a prompt.
+    """Sample images with the EMA weights of a run, as PNG files and a grid in RUN/samples, or text after a prompt.
 
     Example: unskip sample runs/x --n 64 --cfg 1.5
     """
@@ -59,9 +60,11 @@ def sample_command(
         chosen = {"seed": seed, "length": length, "temperature": temperature, "top_k": top_k, "precision": precision}
         return _text(run, prompt or "", 1 if n is None else n, device, trust, json, chosen)
     if prompt is not None:
-        raise BadInput(f"--prompt is for a run of lm, and {run} is one of {RunFolder.open(run).config.get('recipe')}")
+        raise BadInput(
+            f"--prompt is for language models, and {run} is a run of {RunFolder.open(run).config.get('recipe')}"
+        )
     n = 64 if n is None else n
-    sampling = Sampling(sampler, steps, cfg, tolerance, seed)  # checks them before a model is built
+    sampling = Sampling(sampler, steps, cfg, tolerance, seed)  # checked before the model is built
     if evaluate is not None and label is not None:
         raise BadInput(
             "--evaluate compares with images of all classes: leave --label out (--cfg 0 draws without a label)"
@@ -101,7 +104,7 @@ def sample_command(
 
 
 def _text(run: str, prompt: str, n: int, device: str | None, trust: bool, json: bool, options: dict[str, Any]) -> int:
-    """The text of a language model."""
+    """Samples text of a language model."""
     from unskip.recipes import open_run, sample_text
 
     with busy(f"sampling {run}"):

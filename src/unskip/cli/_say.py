@@ -1,4 +1,4 @@
-"""How the command line writes: results as JSON, warnings in a line, and progress on stderr."""
+"""Output of the command line: results as JSON, warnings in one line, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, TextIO
 
 from unskip.errors import UnskipWarning
 
-_PAUSE = 30.0  # seconds between two lines of a log
+_PAUSE = 30.0  # seconds between two progress lines
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -26,13 +26,13 @@ def finite(value: Any) -> Any:
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """The result of a command for other programs."""
+    """Prints the result of a command as JSON."""
     print(json.dumps(finite(data), indent=2, allow_nan=False))
 
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Takes (done, total, what): a bar on a terminal, elsewhere a line every half a minute."""
+    """Yields a callback for (done, total, what): a progress bar on a terminal, elsewhere a line every 30 seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.markup import escape
@@ -57,7 +57,7 @@ def progress(text: str) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextlib.contextmanager
 def busy(text: str) -> Iterator[None]:
-    """A spinner on a terminal, elsewhere nothing."""
+    """Shows a spinner on a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -69,8 +69,8 @@ def busy(text: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def warnings_in_a_line() -> Iterator[None]:
-    """Our own warnings as one line each, all of them; those of other libraries as Python shows them."""
+def one_line_warnings() -> Iterator[None]:
+    """Prints every warning of unskip in one line; warnings of other libraries as usual."""
 
     def show(
         message: Warning | str,
@@ -83,14 +83,14 @@ def warnings_in_a_line() -> Iterator[None]:
         if issubclass(category, UnskipWarning):
             print(f"warning: {one_line(message)}", file=sys.stderr)
         else:
-            others(message, category, filename, lineno, file, line)
+            show_default(message, category, filename, lineno, file, line)
 
     with warnings.catch_warnings():
-        others, warnings.showwarning = warnings.showwarning, show
+        show_default, warnings.showwarning = warnings.showwarning, show
         warnings.filterwarnings("always", category=UnskipWarning)
         yield
 
 
 def one_line(message: object) -> str:
-    """A message without its line breaks."""
+    """A message without line breaks."""
     return " ".join(str(message).split())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unskip.recipes import Opener
     from unskip.training import Outcome
 
-_STOPPED = 130  # as a shell says of what was interrupted
+_STOPPED = 130  # the shell's exit code of an interrupted process
 _USAGE = """usage: unskip train RECIPE [--preset NAME] [OPTIONS]
        unskip train --config runs/x/config.json [OPTIONS]
 
@@ -43,21 +43,22 @@ def train_command(args: Sequence[str]) -> int:
 
     job = read(args)
     if job.seeds is None:
-        # The workers that torchrun --max-restarts starts again have the same command.
-        start = _begun if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else unskip.train
+        # torchrun --max-restarts restarts workers with the same command.
+        start = _start_or_resume if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else unskip.train
         code = _print_outcome(start(job.config, job.out, job.quiet))
     else:
         begin = [
-            partial(_begun, replace(job.config, seed=seed), job.out / f"seed-{seed}", job.quiet) for seed in job.seeds
+            partial(_start_or_resume, replace(job.config, seed=seed), job.out / f"seed-{seed}", job.quiet)
+            for seed in job.seeds
         ]
-        code = _several(job.out, begin)
+        code = _run_all(job.out, begin)
     return code
 
 
 def resume_command(
     run: Runs,
     quiet: Quiet = False,
-    data: Annotated[str | None, option("Where the data of the run lies now, if it was moved.", "DATA")] = None,
+    data: Annotated[str | None, option("New location of the run's data, if it was moved.", "DATA")] = None,
     changed_data: ChangedData = False,
     trust: Trust = False,
 ) -> int:
@@ -67,12 +68,12 @@ def resume_command(
     if runs == [Path(run)]:
         code = _print_outcome(unskip.resume(run, quiet, **options))
     else:
-        code = _several(Path(run), [partial(unskip.resume, each, quiet, **options) for each in runs])
+        code = _run_all(Path(run), [partial(unskip.resume, folder, quiet, **options) for folder in runs])
     return code
 
 
 def recipes_command() -> int:
-    """List the recipes and their presets, with what they cost and what they should reach."""
+    """List the recipes and their presets, with costs and expected results."""
     rows = [
         [recipe.name, name, preset.cost, preset.expected]
         for recipe in unskip.recipes.RECIPES.values()
@@ -82,24 +83,24 @@ def recipes_command() -> int:
     return 0
 
 
-def _begun(config: Any, out: Path, quiet: bool, opener: Opener | None = None) -> Outcome:
-    """A run, or the rest of it: the same command goes on with what was interrupted."""
+def _start_or_resume(config: Any, out: Path, quiet: bool, opener: Opener | None = None) -> Outcome:
+    """Starts a run, or resumes it if the folder holds a run of the same config."""
     if (out / "config.json").exists():
-        begun = unskip.recipes.from_dict(unskip.training.RunFolder.open(out).config)
-        if begun == unskip.recipes.absolute_paths(config):
+        existing = unskip.recipes.from_dict(unskip.training.RunFolder.open(out).config)
+        if existing == unskip.recipes.absolute_paths(config):
             return unskip.resume(out, quiet, opener)
     return unskip.train(config, out, quiet, opener)
 
 
-def _several(out: Path, runs: Sequence[Callable[[Opener], Outcome]]) -> int:
-    """One run after the other on images that are opened once, and a summary of all."""
+def _run_all(out: Path, runs: Sequence[Callable[[Opener], Outcome]]) -> int:
+    """Runs one after another, with the data opened once, and writes a summary."""
     opener = unskip.recipes.cached_opener()
     outcomes: list[Outcome] = []
     for run in runs:
         outcomes.append(run(opener))
         if _print_outcome(outcomes[-1]):
             if unskip.training.is_main():
-                print("the same command goes on with this run and the ones after it", file=sys.stderr)
+                print("the same command continues this run and the remaining ones", file=sys.stderr)
             return _STOPPED
     if unskip.training.is_main():
         _summary(out, outcomes)
@@ -107,7 +108,7 @@ def _several(out: Path, runs: Sequence[Callable[[Opener], Outcome]]) -> int:
 
 
 def _print_outcome(outcome: Outcome) -> int:
-    """Says how a run ended; returns the exit code."""
+    """Prints how a run ended; returns the exit code."""
     if unskip.training.is_main():
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in outcome.evaluations.items())
         state = "done" if outcome.finished else "stopped"
@@ -116,7 +117,7 @@ def _print_outcome(outcome: Outcome) -> int:
 
 
 def _summary(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """Mean and standard deviation over seeds, printed and kept."""
+    """Prints the mean and standard deviation over seeds, and writes them to seeds.json."""
     seeds = [unskip.training.RunFolder.open(str(outcome.folder)).config["seed"] for outcome in outcomes]
     data: dict[str, Any] = {"seeds": seeds}
     for name in outcomes[0].evaluations:
