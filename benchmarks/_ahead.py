@@ -1,7 +1,7 @@
-"""Compiling several models at once, each in a process of its own, before one process measures them in turn.
+"""Compiles several models in parallel, one process each, before a single process measures them in turn.
 
-Compiling a model takes about one core, and longer than the measurement. What each process compiles lies in torch's
-cache afterwards, where the process that measures finds it.
+Compiling a model uses about one core and takes longer than measuring it. The results are in torch's compile cache,
+which the measuring process then reads.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Iterable
 
-_INSIDE = "UNSKIP_BENCHMARK_AHEAD"  # set in the processes that compile
+_INSIDE = "UNSKIP_BENCHMARK_AHEAD"  # set in the compiling processes
 
 
 def compile_ahead(script: str, names: Iterable[str], *options: str) -> None:
-    """Runs the script with `--only=NAME` and the options for all names at once; does nothing within such a run."""
+    """Runs the script with `--only=NAME` and the options, all names in parallel. A run that it started returns."""
     if _INSIDE in os.environ:
         return
     begin = time.perf_counter()
@@ -28,5 +28,5 @@ def compile_ahead(script: str, names: Iterable[str], *options: str) -> None:
     }
     for name, process in running.items():
         if process.wait():
-            print(f"{name}: compiling it in a process of its own failed; it is compiled here", flush=True)
+            print(f"{name}: compilation in a separate process failed; it is compiled here", flush=True)
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)

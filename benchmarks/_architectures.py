@@ -1,4 +1,4 @@
-"""Language models of transformers by the widths of their published configs, one layer deep, with random weights."""
+"""Hugging Face language models with the widths of their published configs, one layer and random weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 Config = dict[str, Any]
 _COMMON: Config = {"vocab_size": 128, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
-# name: kind of config, fields
+# name: (model type, config fields)
 ARCHITECTURES: dict[str, tuple[str, Config]] = {
     "GPT-2": ("gpt2", {}),
     "BLOOM-560M": ("bloom", {"hidden_size": 1024, "n_head": 16}),
@@ -78,7 +78,7 @@ ARCHITECTURES: dict[str, tuple[str, Config]] = {
 
 
 def built(name: str) -> nn.Module:
-    """One layer of an architecture. Biases and gains of norms are random, too, as trained ones are neither 0 nor 1."""
+    """A one-layer model of an architecture. Biases and norm gains are random too: trained ones are not 0 and 1."""
     from transformers import CONFIG_MAPPING, AutoModel
 
     kind, fields = ARCHITECTURES[name]

@@ -1,4 +1,4 @@
-"""What the runs of the DINO study hold: a table, and figures over depth and training."""
+"""Table and figures of the DINO studies, and the choice of their learning rates."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from _study import drawing, seeds_and_mean
+from _tables import best_corloc
 
-RATES = (1.0, 1 / 3, 3.0)  # times the learning rate of an optimizer
-# Over depth, what is drawn: where it is in a run.
+RATES = (1.0, 1 / 3, 3.0)  # factors on the base learning rate of an optimizer
+# Panels of the figures over depth: title, and the keys of the values in the record of a run.
 PANELS = {
     "linear probe (%)": ("depth", "probe_lbfgs"),
     "mean IoU by ridge (%)": ("segment", "by block (ridge)"),
     "CorLoc (%)": ("discover", "corloc"),
 }
-# The lines of the two figures: what a run's name begins with, and a line style.
+# Lines of the two figures: first words of the run names, and a line style.
 MAIN = {
     "with skips": ("main | residual | soap", "-"),
     "without skips": ("main | skipless | soap", "--"),
@@ -33,7 +34,7 @@ REMEDIES = {
 
 
 def rates(done: dict[str, Any], name: str, way: str) -> tuple[float, ...]:
-    """The factors on the learning rate that are tried: one more where the best of the first is at an end."""
+    """The factors on the learning rate to try; one more if the best of the first three is at the edge."""
     rows = _trials(done, name, way, RATES)
     if None in rows.values():
         return RATES
@@ -43,7 +44,7 @@ def rates(done: dict[str, Any], name: str, way: str) -> tuple[float, ...]:
 
 
 def best_rate(done: dict[str, Any], name: str, way: str) -> float | None:
-    """The factor on the learning rate that is best on the held-out part, once all have run."""
+    """The factor on the learning rate with the best held-out result; None until all have run."""
     rows = _trials(done, name, way, rates(done, name, way))
     if None in rows.values():
         return None
@@ -55,7 +56,7 @@ def _trials(done: dict[str, Any], name: str, way: str, factors: tuple[float, ...
 
 
 def held_out(row: Any) -> float:
-    """By what a run is chosen: its last KNN in training, the mean over both tokens; with labels its last accuracy.
+    """The score that chooses a learning rate: the last online kNN, mean over both tokens, or with labels the accuracy.
 
     0 for a run that diverged.
     """
@@ -64,7 +65,7 @@ def held_out(row: Any) -> float:
 
 
 def short(row: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of the last block, rounded to be read; why there are none; or by what the run is chosen."""
+    """Rounded results of the last block; the reason if there are none; or the held-out score of a trial."""
     if "depth" not in row:
         why = {key: row[key] for key in ("diverged", "not_judged") if key in row}
         return why or {"held out": round(held_out(row), 3)}
@@ -72,21 +73,19 @@ def short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    """Of the last block, as they are: means of rounded numbers would be rounded twice."""
+    """Unrounded results of the last block, so that their means are rounded once."""
     result: dict[str, float] = {key: values[-1] for key, values in row["depth"].items()}
     if "segment" in row:
         result |= {key: row["segment"][key] for key in ("single", "multi-scale")}
-        curve, known = row["discover"]["corloc"], row["discover"]["corloc, train"]
         result["no answer"] = row["discover"]["empty"][-1]
-        result |= {"corloc": curve[-1], "corloc of best block": curve[known.index(max(known))]}
+        result |= {"corloc": row["discover"]["corloc"][-1], "corloc of best block": best_corloc(row)}
     pairs = [value for index, values in enumerate(row["cka"]) for value in values[:index]]
     return result | {"CKA": statistics.mean(pairs) if pairs else 1.0}
 
 
 def table(done: dict[str, Any]) -> str:
-    """A line for each configuration, seeds together: numbers of the last block, the CorLoc of the block that is best on
-    training images, how alike blocks are (CKA, the mean over pairs), the least rank of any block at any step, and
-    warnings with the first step."""
+    """One row per configuration, all seeds: results of the last block, CorLoc of the block that is best on training
+    images, mean CKA between blocks, the lowest rank of any block at any step, and warnings with their first step."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, row in done.items():
         if not name.startswith("rate"):
@@ -108,12 +107,12 @@ def table(done: dict[str, Any]) -> str:
             scale, digits = {"rank": (1, 1), "patch_rank": (1, 1), "CKA": (1, 2)}.get(key, (100, 1))
             spread = f" ± {scale * statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
             cells.append(f"{scale * statistics.mean(values):.{digits}f}{spread}" if values else "")
-        told: dict[str, int] = {}
+        first: dict[str, int] = {}
         for row in rows:
             for key, step in row["warnings"].items():
-                told[key] = min(step, told.get(key, step))
+                first[key] = min(step, first.get(key, step))
         least = f"{_least(rows, 'rank')} | {_least(rows, 'patch_rank')}"
-        warned = ", ".join(f"{key} (step {step})" for key, step in told.items())
+        warned = ", ".join(f"{key} (step {step})" for key, step in first.items())
         lines.append(f"| {title} | {seeds} | {' | '.join(cells)} | {least} | {warned} |")
     for name, row in done.items():
         if name.startswith("rate"):
@@ -122,7 +121,7 @@ def table(done: dict[str, Any]) -> str:
 
 
 def _least(rows: list[dict[str, Any]], kind: str) -> str:
-    """The least rank, its block, and the step at which it was seen; that of the end where none was taken before."""
+    """The lowest rank with its block and step; from the final evaluation if none was logged in training."""
     seen = [
         (rank, block, f"step {step}")
         for row in rows
@@ -139,7 +138,7 @@ def _least(rows: list[dict[str, Any]], kind: str) -> str:
 
 
 def figures(done: dict[str, Any], folder: Path, word: str) -> None:
-    """Numbers over depth, of the main runs and of what was tried, as SVG: a line a configuration, a point a seed."""
+    """SVG figures over depth, of the main runs and of the remedies: a line per configuration, a point per seed."""
     pyplot = drawing("dino")
     for lines, end in ((MAIN, ""), (REMEDIES, "-remedies")):
         shown = {label: [row for name, row in done.items() if name == start or name.startswith(f"{start} | seed")]

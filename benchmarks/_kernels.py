@@ -1,8 +1,8 @@
-"""What a GPU does in a training step: its kernels by kind of work, from a trace of torch.profiler.
+"""Reads the GPU kernels of a training step from a torch.profiler trace, and classifies them by kind of work.
 
-Names are those that cuBLAS, cuDNN, flash attention, torch and the compiler give on Hopper. The compiler names a kernel
-after the operations it fuses, so a name may hold "addmm" (the bias) or "flash_attention" (a copy of its input), and
-only triton_tem kernels are matrix products.
+Kernel names are those of cuBLAS, cuDNN, flash attention, torch and torch.compile on Hopper GPUs. The compiler names a
+kernel after the operations it fuses, so a name may contain "addmm" (the bias) or "flash_attention" (a copy of its
+input), and only triton_tem kernels are matrix products.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ KINDS = (
     "copies",
     "other",
 )
-DATA = "unskip: data"  # the name of a range in which batches are made
-_PHASES = {DATA: "data", "Optimizer.step#": "optimizer"}  # ranges by the beginning of their names; torch adds the last
+DATA = "unskip: data"  # the profiler range around batch creation
+_PHASES = {DATA: "data", "Optimizer.step#": "optimizer"}  # profiler ranges by name prefix; torch adds the second
 _NORMS = ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "batch_norm", "gammabeta", "rowwisemoments")
-# The first word that a name contains decides.
+# The first entry with a word that the name contains decides.
 _FUSED = (
     ("attention", ("flex_attention",)),
     ("matrix products", ("triton_tem", "triton_mm", "triton_bmm")),
@@ -46,16 +46,16 @@ _WRITTEN = (
 
 
 class Kernel(NamedTuple):
-    """One run of a kernel, in microseconds."""
+    """One kernel launch, with times in microseconds."""
 
     name: str
     start: float
     length: float
-    phase: str = ""  # "data" or "optimizer", where the step was there
+    phase: str = ""  # "data" or "optimizer" if it ran in one of these ranges
 
 
 def kind_of(name: str, phase: str = "") -> str:
-    """The kind of work of a kernel; inside a phase it is that of the phase."""
+    """The kind of work of a kernel; the phase if there is one."""
     if phase:
         return phase
     lowered = name.lower()
@@ -64,7 +64,7 @@ def kind_of(name: str, phase: str = "") -> str:
 
 
 def kernels_of(trace: Path) -> list[Kernel]:
-    """The kernels of a trace of `export_chrome_trace`; without a GPU the operations of torch."""
+    """The kernels in a trace of `export_chrome_trace`; without a GPU, torch's CPU operations."""
     events = [event for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"] if "dur" in event]
     ran = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     ranges = "gpu_user_annotation"
@@ -78,16 +78,16 @@ def kernels_of(trace: Path) -> list[Kernel]:
         if event["name"].startswith(start)
     )
     starts = [span[0] for span in spans]
-    found = []
+    kernels = []
     for event in sorted(ran, key=lambda event: event["ts"]):
-        place = bisect.bisect_right(starts, event["ts"]) - 1
-        inside = place >= 0 and event["ts"] < spans[place][1]
-        found.append(Kernel(event["name"], event["ts"], event["dur"], spans[place][2] if inside else ""))
-    return found
+        index = bisect.bisect_right(starts, event["ts"]) - 1
+        inside = index >= 0 and event["ts"] < spans[index][1]
+        kernels.append(Kernel(event["name"], event["ts"], event["dur"], spans[index][2] if inside else ""))
+    return kernels
 
 
 def busy(kernels: Iterable[Kernel]) -> float:
-    """Microseconds in which a kernel ran; those that overlap count once. Kernels are in the order of their start."""
+    """Microseconds with at least one kernel running. Kernels are sorted by start."""
     total, until = 0.0, float("-inf")
     for kernel in kernels:
         end = kernel.start + kernel.length
@@ -97,7 +97,7 @@ def busy(kernels: Iterable[Kernel]) -> float:
 
 
 def by_kind(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """Microseconds of each kind, all kinds in their order."""
+    """Microseconds by kind of work, in the order of KINDS."""
     times = Counter[str]()
     for kernel in kernels:
         times[kind_of(kernel.name, kernel.phase)] += kernel.length
@@ -105,7 +105,7 @@ def by_kind(kernels: Iterable[Kernel]) -> dict[str, float]:
 
 
 def largest(kernels: Iterable[Kernel], count: int) -> list[tuple[str, str, float]]:
-    """Name, kind and microseconds of the kernels that took the most."""
+    """Name, kind and total microseconds of the most expensive kernels."""
     times = Counter[tuple[str, str]]()
     for kernel in kernels:
         times[kernel.name, kind_of(kernel.name, kernel.phase)] += kernel.length
@@ -113,14 +113,14 @@ def largest(kernels: Iterable[Kernel], count: int) -> list[tuple[str, str, float
 
 
 def _own_time(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Operations of a CPU with the time that they do not spend in others they call; all as if they began with them."""
-    around: list[dict[str, Any]] = []
-    found = []
+    """CPU operations with their self time: the duration without that of the operations they call."""
+    stack: list[dict[str, Any]] = []
+    operations = []
     for event in sorted(events, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
-        while around and (around[-1]["tid"] != event["tid"] or around[-1]["end"] <= event["ts"]):
-            around.pop()
-        if around:
-            around[-1]["dur"] -= event["dur"]
-        around.append({**event, "end": event["ts"] + event["dur"]})
-        found.append(around[-1])
-    return found
+        while stack and (stack[-1]["tid"] != event["tid"] or stack[-1]["end"] <= event["ts"]):
+            stack.pop()
+        if stack:
+            stack[-1]["dur"] -= event["dur"]
+        stack.append({**event, "end": event["ts"] + event["dur"]})
+        operations.append(stack[-1])
+    return operations

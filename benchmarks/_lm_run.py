@@ -1,4 +1,4 @@
-"""One run of the study of language models, and what its depth does."""
+"""One run of the language-model study (lm.py): training, test bits per byte, and measurements of each block."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from _study import attempt
 
 Config = dict[str, Any]
-_SEQUENCES = 256  # of the test split, for what depth does and for rounding
+_SEQUENCES = 256  # test sequences for the measurements by block and for quantisation
 
 
 def work(config: Config) -> dict[str, Any] | None:
-    """One run, in this process."""
+    """Trains and evaluates one run in this process."""
     return attempt(config, trained, ("data", "device", "cache"))
 
 
 def trained(config: Config) -> dict[str, Any] | None:
-    """Losses against steps and seconds, the evaluation at the end, and of final runs what depth and rounding do."""
+    """The loss by step and second, the evaluation at the end, and for final runs the analysis of `looks`."""
     import torch
 
     import unskip
@@ -50,7 +50,7 @@ def trained(config: Config) -> dict[str, Any] | None:
 
 
 def looks(model: Any, planned: Any) -> dict[str, Any]:
-    """Bits per byte without a block, and read out after each block (logit lens); ranks by block; rounding."""
+    """Bits per byte without each block and after each block (logit lens); effective rank by block; quantisation."""
     import torch
 
     import unskip
@@ -61,8 +61,8 @@ def looks(model: Any, planned: Any) -> dict[str, Any]:
     objective = unskip.recipes.recipe_of(planned).objective(planned)
     train, test = objective.open_splits()
     feeds = [
-        unskip.data.TextFeed(each, planned.batch, planned.context, device=device, most=_SEQUENCES)
-        for each in (train, test)
+        unskip.data.TextFeed(texts, planned.batch, planned.context, device=device, most=_SEQUENCES)
+        for texts in (train, test)
     ]
     ids = next(iter(feeds[1].evaluate()))[0][:8]
     blocks = [model.get_submodule(block.path) for block in find_blocks(model, Example.of(ids[:1]))]
@@ -80,20 +80,20 @@ def looks(model: Any, planned: Any) -> dict[str, Any]:
         measured = unskip.measure(model, ids, jacobians="off").to_dict()
         result["blocks"] = measured["blocks"]
         ranks = evaluate(model, None, feeds[1], ["rank-v1"], precision=planned.precision)
-        result["rank"] = [each.values["rank"] for each in ranks]
+        result["rank"] = [row.values["rank"] for row in ranks]
         result["quantised"] = evaluate(model, *feeds, ["quantised-bits-per-byte-v1"])[0].values
     return result
 
 
 @contextlib.contextmanager
 def left_out(blocks: list[Any]) -> Iterator[None]:
-    """The blocks give back what they are given."""
+    """A context in which these blocks return their input unchanged."""
 
-    def same(module: Any, given: Any, named: Any, output: Any) -> Any:
-        x = given[0] if given else named["hidden_states"]
+    def identity(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        x = args[0] if args else kwargs["hidden_states"]
         return (x, *output[1:]) if isinstance(output, tuple) else x
 
-    hooks = [block.register_forward_hook(same, with_kwargs=True) for block in blocks]
+    hooks = [block.register_forward_hook(identity, with_kwargs=True) for block in blocks]
     try:
         yield
     finally:
@@ -102,12 +102,12 @@ def left_out(blocks: list[Any]) -> Iterator[None]:
 
 
 def value(row: dict[str, Any]) -> float:
-    """What a run is chosen by: held-out bits per byte; infinite where it did not end."""
-    found = row.get("val_bits_per_byte")
-    return float("inf") if found is None else float(found)
+    """Validation bits per byte, by which settings are chosen; infinite if the run did not finish."""
+    bits = row.get("val_bits_per_byte")
+    return float("inf") if bits is None else float(bits)
 
 
 def tell(name: str, row: dict[str, Any]) -> str:
-    """A line about a run that has ended."""
+    """The result of a run in one line."""
     shown = {key: round(entry, 4) for key, entry in row.items() if key.endswith("bits_per_byte")}
     return f"{row.get('diverged') or row.get('failed') or shown}, {row.get('tokens_per_second', 0):.0f} tokens/s"

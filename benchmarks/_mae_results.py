@@ -1,4 +1,4 @@
-"""What the runs of the MAE study hold: choices, tables, answers, correlations and figures."""
+"""Table, comparisons, correlations and figures of the MAE studies, and the choice of alpha_min and learning rates."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from _study import drawing
+from _tables import spread
 
 ALPHAS = (0.6, 0.7, 0.8, 0.5, 0.9, 0.4)
-RATES = (0.5, 2.0)  # times the learning rate that all other runs have
-MARKS: dict[str, dict[str, Any]] = {  # by the kind of a run, in the colours of Okabe and Ito
+RATES = (0.5, 2.0)  # factors on the learning rate of all other runs
+MARKS: dict[str, dict[str, Any]] = {  # markers by kind of run, in Okabe-Ito colours
     "final": {"marker": "o", "color": "#000000", "label": "final runs: more epochs, test set"},
     "sweep": {"marker": "s", "color": "#0072b2", "label": "decayed to the alpha_min beside it, held-out part"},
     "ablation": {"marker": "x", "color": "#d55e00", "label": "ablations, held-out part"},
@@ -19,7 +20,7 @@ MARKS: dict[str, dict[str, Any]] = {  # by the kind of a run, in the colours of 
 
 
 def chosen(done: dict[str, Any]) -> float | None:
-    """The alpha_min with the best kNN of the last block on the held-out part, once all have run."""
+    """The alpha_min with the best held-out kNN of the last block; None until all have run."""
     names = {alpha: f"sweep | alpha_min {alpha:g}" for alpha in ALPHAS}
     if not all(name in done for name in names.values()):
         return None
@@ -27,7 +28,7 @@ def chosen(done: dict[str, Any]) -> float | None:
 
 
 def best_rate(done: dict[str, Any], name: str) -> float | None:
-    """The factor on the learning rate with the best kNN on the held-out part, once all have run."""
+    """The factor on the learning rate with the best held-out kNN; None until all have run."""
     usual = f"sweep | alpha_min {name.removeprefix('decay ')}" if name.startswith("decay") else f"ablation | {name}"
     names = {1.0: usual} | {times: f"rate | {name} | x {times:g}" for times in RATES}
     if not all(each in done for each in names.values()):
@@ -36,12 +37,12 @@ def best_rate(done: dict[str, Any], name: str) -> float | None:
 
 
 def last(row: dict[str, Any], key: str) -> float:
-    """A number of the last block; 0 for a run that diverged."""
+    """A result of the last block; 0 for a run that diverged."""
     return float(row["depth"][key][-1]) if "depth" in row else 0.0
 
 
 def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that differ in their seed alone, together."""
+    """Runs grouped by configuration: those of a group differ only in their seed."""
     result: dict[str, list[dict[str, Any]]] = {}
     for name, row in done.items():
         result.setdefault(name.partition(" | seed")[0], []).append(row)
@@ -49,7 +50,7 @@ def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def table(done: dict[str, Any]) -> str:
-    """A line for each configuration: numbers of the last block, and the best kNN over depth with its block."""
+    """One row per configuration: results of the last block, and the best kNN over depth with its block."""
     keys = ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "rank")
     lines = [f"| run | seeds | {' | '.join(keys)} | best kNN (block) | fine-tuned | split |", "|---" * 10 + "|"]
     for name, rows in sorted(groups(done).items()):
@@ -57,10 +58,10 @@ def table(done: dict[str, Any]) -> str:
         if not whole:
             lines.append(f"| {name.replace(' | ', ': ')} | {len(rows)} | diverged" + " |" * 8)
             continue
-        cells = [spread([last(row, key) for row in whole], 1 if key == "rank" else 100) for key in keys]
+        cells = [spread([last(row, key) for row in whole], 1, 1 if key == "rank" else 100) for key in keys]
         best = [max(range(len(row["depth"]["knn20"])), key=row["depth"]["knn20"].__getitem__) for row in whole]
-        top = spread([row["depth"]["knn20"][block] for row, block in zip(whole, best, strict=True)], 100)
-        tuned = spread([row["finetune"] for row in whole], 100) if "finetune" in whole[0] else ""
+        top = spread([row["depth"]["knn20"][block] for row, block in zip(whole, best, strict=True)])
+        tuned = spread([row["finetune"] for row in whole]) if "finetune" in whole[0] else ""
         split = "val" if whole[0]["config"].get("validate") else "test"
         blocks = ", ".join(str(block) for block in sorted(set(best)))
         title = name.replace(" | ", ": ")
@@ -68,13 +69,8 @@ def table(done: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def spread(values: list[float], scale: float) -> str:
-    middle = f"{scale * statistics.mean(values):.1f}"
-    return middle + (f" ± {scale * statistics.stdev(values):.1f}" if len(values) > 1 else "")
-
-
 def answers(done: dict[str, Any]) -> dict[str, Any]:
-    """What the study was made for, in points: the gain of the decay, what transfers over depth, small against large."""
+    """The comparisons of the study, in points: the gain from decay, transfer over depth, small against large models."""
     best = chosen(done)
     if best is None:
         return {}
@@ -82,7 +78,7 @@ def answers(done: dict[str, Any]) -> dict[str, Any]:
     rows = {name: [row for row in each if "depth" in row] for name, each in groups(done).items()}
 
     def mean(name: str, key: str) -> float | None:
-        # A row holds the last online numbers too, of fewer images: only fine-tuning has none over depth.
+        # Read results by block, not the last online ones on fewer images; only fine-tuning has no curve over depth.
         values = [row[key] if key == "finetune" else last(row, key) for row in rows.get(name, ())]
         return 100 * statistics.mean(values) if values else None
 
@@ -90,10 +86,10 @@ def answers(done: dict[str, Any]) -> dict[str, Any]:
         a, b = mean(ours, key), mean(theirs, key)
         return None if a is None or b is None else round(a - b, 2)
 
-    mine = f"longer | decay {best:g} | x 1"
-    for other in sorted(name for name in rows if name.startswith("longer") and name != mine):
+    longest = f"longer | decay {best:g} | x 1"
+    for other in sorted(name for name in rows if name.startswith("longer") and name != longest):
         for key in ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed"):
-            result[f"{key}, longer: decayed less{other.removeprefix('longer |')}"] = gain(mine, other, key)
+            result[f"{key}, longer: decayed less{other.removeprefix('longer |')}"] = gain(longest, other, key)
     ours, sweep = f"final | decay {best:g}", f"sweep | alpha_min {best:g}"
     for other in ("plain", "long skips"):
         for key in ("knn20", "probe_lbfgs", "probe_mae", "probe_decayed", "finetune"):
@@ -111,17 +107,17 @@ def answers(done: dict[str, Any]) -> dict[str, Any]:
 
 
 def correlations(done: dict[str, Any]) -> dict[str, Any]:
-    """Rank against kNN over configurations at the same share of training, and over the checkpoints of each run."""
+    """Correlation of rank and kNN over configurations at the same share of training, and over checkpoints of a run."""
     curves = {name: row["online"] for name, row in done.items() if len(row.get("online", ())) > 3}
     curves = {name: curve for name, curve in curves.items() if not name.startswith(("depth", "size", "rate", "longer"))}
     result: dict[str, Any] = {"over checkpoints": {}}
     for kind, long in (("final runs", True), ("other runs", False)):
-        alike = [curve for name, curve in curves.items() if name.startswith("final") == long]
+        group = [curve for name, curve in curves.items() if name.startswith("final") == long]
         over = result.setdefault(f"over configurations, {kind}", {})
-        count = min((len(curve) for curve in alike), default=0)
-        for at in range(count if len(alike) > 3 else 0):
-            points = [curve[at] for curve in alike]
-            over[f"{points[0][0] / alike[0][-1][0]:.0%}"] = pearson([p[2] for p in points], [p[1] for p in points])
+        count = min((len(curve) for curve in group), default=0)
+        for at in range(count if len(group) > 3 else 0):
+            points = [curve[at] for curve in group]
+            over[f"{points[0][0] / group[0][-1][0]:.0%}"] = pearson([p[2] for p in points], [p[1] for p in points])
     for name, curve in curves.items():
         half = len(curve) // 2
         parts = {"early": curve[:half], "late": curve[half:]}
@@ -139,7 +135,7 @@ def pearson(x: list[float], y: list[float]) -> float | None:
 
 
 def figures(done: dict[str, Any], folder: Path, word: str) -> None:
-    """kNN over depth and training, and rank against kNN; feature norms, echo and frequency; as SVG."""
+    """SVG figures: kNN over depth and training, rank against kNN; feature norms, input reconstruction, frequencies."""
     pyplot = drawing("mae")
     of_a_name: dict[str, Any] = {}
     styles: dict[str, str] = {}
@@ -159,7 +155,7 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
                 depth.plot([100 * v for v in row["depth"]["knn20"]], color=line.get_color(), alpha=0.25, linewidth=0.8)
                 training.plot(*_course(row), color=line.get_color(), alpha=0.7)
                 styles[f"{row['config']['epochs']:g} epochs, one rate for all, colours as on the left"] = "-"
-        if name.startswith("longer"):  # which come after the final ones
+        if name.startswith("longer"):  # sorted after the final runs, so colours are assigned
             kept, _, times = label.partition(" | x ")
             best = float(times) == best_rate(done, kept)
             style = "--" if best else ":"
@@ -172,7 +168,7 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
             ranks.scatter(*points, s=16, **MARKS[kind])
             if kind in ("sweep", "final"):
                 shown = label.removeprefix("alpha_min ")
-                right = kind == "sweep" and shown != "0.6"  # beside 0.7, whose point is near
+                right = kind == "sweep" and shown != "0.6"  # the point of 0.7 is close to that of 0.6
                 beside = (5, -7) if right else (-6, -2)
                 ranks.annotate(
                     shown,
@@ -213,12 +209,12 @@ def figures(done: dict[str, Any], folder: Path, word: str) -> None:
 
 
 def _course(row: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """kNN over steps."""
+    """Online kNN by step."""
     return [point[0] for point in row["online"]], [100 * point[1] for point in row["online"]]
 
 
 def _legend(axes: Any, size: int) -> None:
-    """One entry for each label, however often it was drawn: that of its last line."""
+    """A legend with one entry per label, although several lines may have the same one."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         named = dict(zip(labels, handles, strict=True))

@@ -1,6 +1,6 @@
-"""Puts the tables of docs/results into README and docs, between `<!-- table: NAME -->` and `<!-- end -->`.
+"""Writes the tables made from docs/results into README and docs, between `<!-- table: NAME -->` and `<!-- end -->`.
 
-python benchmarks/_pages.py          # writes (make results)
+python benchmarks/_pages.py          # part of `make results`; takes seconds
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import _tables_claims  # noqa: F401  (adds its tables)
+import _tables_claims  # noqa: F401  (these imports register tables)
 import _tables_cost  # noqa: F401
 import _tables_sit  # noqa: F401
 import _tables_speed  # noqa: F401
@@ -23,12 +23,12 @@ _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 
 
 def filled(text: str) -> str:
-    """A page with every table as the records say it."""
+    """The text of a page with each table made anew from its record."""
     return _BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[4]}", text)
 
 
 def unused() -> set[str]:
-    """Tables that no page shows."""
+    """The registered tables that no page shows."""
     shown = {found[2] for page in PAGES for found in _BLOCK.finditer(page.read_text(encoding="utf-8"))}
     return set(TABLES) - shown
 

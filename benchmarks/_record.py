@@ -1,4 +1,4 @@
-"""What the JSON of every benchmark says beside its numbers, and how it is written."""
+"""The metadata in the JSON record of a benchmark, and the function that writes the record."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import unskip
 
 
 def made_with(script: str, device: str, *libraries: str) -> dict[str, Any]:
-    """The script, the device ("cuda" or "cpu"), and the versions of Python, torch, unskip and further libraries."""
+    """The script, the name of the device ("cuda" or "cpu"), the versions of Python, torch, unskip and `libraries`."""
     cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "unskip": unskip.__version__}
     for name in libraries:
         try:
             versions[name] = version(name)
-        except PackageNotFoundError:  # carried as a folder, without its metadata
+        except PackageNotFoundError:  # importable from a folder, without package metadata
             versions[name] = "unknown"
     return {
         "script": f"benchmarks/{Path(script).name}",
@@ -30,6 +30,6 @@ def made_with(script: str, device: str, *libraries: str) -> dict[str, Any]:
 
 
 def write_json(file: Path, record: dict[str, Any]) -> None:
-    """Writes a record, in a folder that is made where it is not there yet."""
+    """Writes a record, and creates its folder if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Sentences of the docs that hold numbers, each made from its record. A page has to have them word for word."""
+"""Sentences of the docs with measured numbers, each made from its record; tests/test_results.py looks for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from _tables_studies import STARTS, start
 
 
 def sentences() -> Iterator[tuple[str, str]]:
-    """Pairs (page, part of a sentence), without line breaks."""
+    """Yields (page, part of a sentence), without line breaks."""
     yield from prose()
     gpu, cpu = ([row[part]["times"] for row in record(name)["results"] for part in ("solver", "whole")]
                 for name in ("discover-gpu", "discover-cpu"))  # fmt: skip
@@ -35,15 +35,15 @@ def sentences() -> Iterator[tuple[str, str]]:
     )
     yield "which-shortcut", f"a distance of {fallen:.1f} against {plain:.1f}, two seeds each"
 
-    carrying, same = (
+    carrying, control = (
         runs("skipless-long", f"mix | {name}")[0] for name in ("3 of 6 wide heads carry", "residual; 6 wide heads")
     )
-    scores = [f"{100 * row['val_accuracy']:.1f}" for row in (carrying, same)]
+    scores = [f"{100 * row['val_accuracy']:.1f}" for row in (carrying, control)]
     yield (
         "skipless-parts",
         f"skips reach {scores[0]}, and the residual model with the same heads {scores[1]}; their training",
     )
-    yield "skipless-parts", f"losses are {carrying['train_loss']:.2f} and {same['train_loss']:.2f}."
+    yield "skipless-parts", f"losses are {carrying['train_loss']:.2f} and {control['train_loss']:.2f}."
 
     long = {
         name: statistics.mean(100 * row["test_accuracy"] for row in runs("skipless-long", f"final | {name}"))
@@ -64,7 +64,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     (kept, frozen, trained), (kept_ema, frozen_ema, _) = scores
     yield "skipless-ablations", f"the gap is {kept - frozen:.1f} points ({kept_ema - frozen_ema:.1f} with EMA weights)"
     yield "skipless-ablations", f"and {kept - trained:.1f} with trained heads"
-    slow = [_turning(f"no skips, carrying heads fixed | {decay}") for decay in ("0.03", "0.1")]
+    slow = [_slower_steps(f"no skips, carrying heads fixed | {decay}") for decay in ("0.03", "0.1")]
     yield "skipless-ablations", "these directions change {:.0f} to {:.0f} times more slowly".format(*slow[0])
     yield "skipless-ablations", "(at 0.1, {:.0f} to {:.0f} times)".format(*slow[1])
 
@@ -194,16 +194,16 @@ def _dino() -> Iterator[tuple[str, str]]:
     yield "dino-ablations", nine.format(*dino_cells("depth | skipless, 9 blocks | soap", last_corloc=False))
 
     ways = ("skipless | soap", "residual | soap", "skipless | adamw", "residual | adamw")
-    alike = [_alike(f"main | {way}") for way in ways]
-    labels = "; ".join(_alike(f"labels | {way}") for way in ways[:2])
-    yield "dino-ablations", f"under SOAP ({alike[0]}; with skips {alike[1]}) and with labels ({labels})"
-    yield "dino-ablations", f"Under AdamW it is not ({alike[2]}; {alike[3]})."
+    cka = [_mean_cka(f"main | {way}") for way in ways]
+    labels = "; ".join(_mean_cka(f"labels | {way}") for way in ways[:2])
+    yield "dino-ablations", f"under SOAP ({cka[0]}; with skips {cka[1]}) and with labels ({labels})"
+    yield "dino-ablations", f"Under AdamW it is not ({cka[2]}; {cka[3]})."
     yield "dino-ablations", "without skips fall from block {} or {} on".format(*best["cut"])
     yield "dino-ablations", "with skips they rise up to block {} or {}.".format(*best["kept"])
 
 
-def _alike(name: str) -> str:
-    """The linear CKA between blocks, averaged over pairs, of each seed."""
+def _mean_cka(name: str) -> str:
+    """Linear CKA between blocks, averaged over pairs, for each seed."""
     return " and ".join(
         f"{statistics.mean(value for block, values in enumerate(row['cka']) for value in values[:block]):.2f}"
         for row in runs("dino-64", name)
@@ -230,7 +230,7 @@ def _mae() -> Iterator[tuple[str, str]]:
     costs = [
         [f"{-found[f'knn20, {run} less long skips']:.1f}"
          for run in (f"depth | 6 | {way}", "sweep | alpha_min 0.8", f"depth | 24 | {way}")]
-        for way in ("alpha_min 0.8", "product 0.076")  # which are one at 12 blocks
+        for way in ("alpha_min 0.8", "product 0.076")  # the same at 12 blocks
     ]  # fmt: skip
     yield "mae-ablations", "alpha_min = 0.8 costs {}, {} and {} points of kNN".format(*costs[0])
     yield "mae-ablations", "product of 0.076 costs {}, {} and {}, so".format(*costs[1])
@@ -257,7 +257,7 @@ def _mae() -> Iterator[tuple[str, str]]:
 
 
 def _rank() -> Iterator[tuple[str, str]]:
-    """How far the decay lowers the effective rank, with Welch's 95% interval over three seeds."""
+    """By how much decay lowers the effective rank, with Welch's 95% interval over three seeds."""
     from scipy.stats import ttest_ind
 
     decayed, kept, plain = (
@@ -275,9 +275,8 @@ _LONGER = "knn20, longer: decayed less long skips | x {}"
 
 def _top(wiring: str, optimizer: str) -> float:
     """Test accuracy after 20 epochs of CIFAR-10, in points."""
-    done = record("skipless-cifar")["runs"]
-    start = f"final | {wiring} | {optimizer} |"
-    return statistics.mean(100 * row["test_accuracy"] for name, row in done.items() if name.startswith(start))
+    done = runs("skipless-cifar", f"final | {wiring} | {optimizer}")
+    return statistics.mean(100 * row["test_accuracy"] for row in done)
 
 
 def _tiny() -> Iterator[tuple[str, str]]:
@@ -350,9 +349,11 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
 _HELD_OUT = ("residual | 0.3", f"{FROZEN} | 0.3", "no skips | 0.1")
 
 
-def _turning(name: str) -> tuple[float, float]:
-    """Relative steps of W_V, W_O and W_down in the residual model over those of a run: the least and the most."""
-    (mine,), (other,) = (runs("skipless-long", f"long | {each}") for each in (name, "residual | 0.3"))
-    pairs = [[row["steps"]["step / weight"][-2][weight] for row in (other, mine)] for weight in ("v", "out", "down")]
-    ratios = [residual / own for residual, own in pairs]
+def _slower_steps(name: str) -> tuple[float, float]:
+    """The smallest and largest ratio, over W_V, W_O and W_down, of the residual model's relative step to a run's."""
+    (row,), (residual,) = (runs("skipless-long", f"long | {start}") for start in (name, "residual | 0.3"))
+    ratios = [
+        residual["steps"]["step / weight"][-2][weight] / row["steps"]["step / weight"][-2][weight]
+        for weight in ("v", "out", "down")
+    ]
     return min(ratios), max(ratios)

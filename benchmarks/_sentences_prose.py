@@ -1,4 +1,4 @@
-"""Sentences of the docs that repeat a number of a study in prose, in the form of `_sentences`."""
+"""More sentences of the docs with measured numbers, for `_sentences`: numbers of a study repeated in prose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Sentences = Iterator[tuple[str, str]]
 
 
 def prose() -> Sentences:
-    """Pairs (page, part of a sentence), without line breaks."""
+    """Yields (page, part of a sentence), without line breaks."""
     yield from _which_shortcut()
     yield from _skipless()
     yield from _generation()
@@ -22,7 +22,7 @@ def prose() -> Sentences:
 
 
 def _mean(study: str, name: str, *keys: str | int, scale: float = 100) -> float:
-    """The mean over seeds of one entry of each run."""
+    """The mean over seeds of one entry of the runs."""
 
     def entry(row: Any) -> float:
         for key in keys:
@@ -128,11 +128,11 @@ def _skipless() -> Sentences:
     cosines = [starts[f"skipless + init{more}"]["tokens"][-1]["mean_cosine"] for more in ("", ", centred")]
     yield failed, "after 8 blocks falls from {:.2f} to {:.2f}".format(*cosines)
 
-    trained = [_mean("skipless-long", "final | no skips", "watch", "cosine", -1, block, scale=1) for block in (8, 11)]
-    held = _mean("skipless-long", f"final | {FROZEN}, weight decay 0.3", "watch", "cosine", -1, -1, scale=1)
+    collapsed = [_mean("skipless-long", "final | no skips", "watch", "cosine", -1, block, scale=1) for block in (8, 11)]
+    frozen = _mean("skipless-long", f"final | {FROZEN}, weight decay 0.3", "watch", "cosine", -1, -1, scale=1)
     long = "skipless-results"
-    yield long, "tokens is {:.1f} after block 9 and {:.2f} after the last".format(*trained)
-    yield long, f"With frozen heads it ends at {held:.1f}."
+    yield long, "tokens is {:.1f} after block 9 and {:.2f} after the last".format(*collapsed)
+    yield long, f"With frozen heads it ends at {frozen:.1f}."
     pairs, residual = (
         _mean("skipless-long", f"long | {name}", "train_loss", scale=1)
         for name in ("no skips, pairs, carrying weights x 0.1 | 0.3", "residual | 0.3")
@@ -159,7 +159,7 @@ def _skipless() -> Sentences:
 
 
 def _standard_error(shares: list[float], count: int) -> str:
-    """The least and the largest standard error of shares of `count` images, in points."""
+    """The smallest and largest standard error of accuracies on `count` images, in points."""
     found = sorted({f"{100 * math.sqrt(share * (1 - share) / count):.1f}" for share in shares})
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 

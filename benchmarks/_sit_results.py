@@ -1,4 +1,7 @@
-"""What the studies of SiT and U-ViT show of their JSON: tables and figures."""
+"""Tables and figures of the SiT and U-ViT studies (sit.py, sit_long.py).
+
+The judge is the classifier over whose features the Fréchet distances (FD-judge) are computed.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from _study import drawing, seeds_and_mean
+from _tables import spread
 
 CFG = 1.5
-PROTOCOLS = {"knn20": "knn-dino-v1", "probe_lbfgs": "probe-lbfgs-v1"}  # by the number that is shown
+PROTOCOLS = {"knn20": "knn-dino-v1", "probe_lbfgs": "probe-lbfgs-v1"}  # by the metric that is shown
 
 
 def judge_line(done: dict[str, Any]) -> str:
-    """The accuracy of the judge and the hash of its weights, where there is one."""
+    """The judge's accuracy and the hash of its weights, if there is one."""
     if "judge" not in done:
         return ""
     return (
@@ -23,7 +27,7 @@ def judge_line(done: dict[str, Any]) -> str:
 
 
 def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that differ in their seed alone, together and in their order; SiT first."""
+    """Runs grouped by configuration, seeds in order; SiT first."""
     result: dict[str, list[dict[str, Any]]] = {}
     seeds = {name: name.partition(" | seed ") for name in done if name != "judge"}
     for name in sorted(seeds, key=lambda name: (name.startswith("uvit"), int(seeds[name][2]))):
@@ -31,20 +35,15 @@ def groups(done: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return result
 
 
-def spread(values: list[float], digits: int) -> str:
-    middle = f"{statistics.mean(values):.{digits}f}"
-    return middle + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
-
-
 def chosen(rows: list[dict[str, Any]], number: str) -> str:
-    """Accuracy on the test set at the block and time that the held-out images have chosen."""
+    """Test accuracy at the block and time chosen on the held-out images."""
     result = [row["features"][number] for row in rows]
     where = "; ".join(dict.fromkeys(f"{each['block']}, {each['time']:g}" for each in result))
-    return f"{spread([100 * each['test'][each['block']] for each in result], 1)} ({where})"
+    return f"{spread([each['test'][each['block']] for each in result])} ({where})"
 
 
 def table(done: dict[str, Any]) -> str:
-    """A line for each configuration."""
+    """One row per configuration."""
     every, strong = groups(done), f"{CFG:g}"
     guided = any(strong in row.get("generation", {}) for rows in every.values() for row in rows)
     heads = ["FD-judge", *([f"FD-judge, cfg {strong}"] if guided else []), "precision", "recall"]
@@ -62,12 +61,12 @@ def table(done: dict[str, Any]) -> str:
             name.replace(" | ", ": "),
             str(len(whole)),
             f"{whole[0]['effective_decay']:.2g}",
-            spread([each["FD-judge"] for each in plain], 3),
-            *([spread([each["FD-judge"] for each in led], 3) if led else ""] if guided else []),
-            spread([each["precision"] for each in plain], 3),
-            spread([each["recall"] for each in plain], 3),
+            spread([each["FD-judge"] for each in plain], 3, 1),
+            *([spread([each["FD-judge"] for each in led], 3, 1) if led else ""] if guided else []),
+            spread([each["precision"] for each in plain], 3, 1),
+            spread([each["recall"] for each in plain], 3, 1),
             *(chosen(whole, number) for number in PROTOCOLS),
-            spread([row["test_loss"] for row in whole], 4),
+            spread([row["test_loss"] for row in whole], 4, 1),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     if "judge" in done:
@@ -78,7 +77,7 @@ def table(done: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# What is drawn, by the start of a run's name: SiT in the first colours, U-ViT in the next, decayed ones solid.
+# Lines of the figures: first words of the run names, and a line style (solid for decay).
 LINES = {
     "SiT, plain": ("sit | plain", ":"),
     "SiT, long skips": ("sit | long skips", "--"),
@@ -89,7 +88,7 @@ LINES = {
 
 
 def figure(done: dict[str, Any], file: Path) -> None:
-    """Distances of samples; kNN and probe over blocks at the chosen time, on the test set. A point a seed."""
+    """Fréchet distances of samples; kNN and probe by block at the chosen time, on the test set. One point per seed."""
     pyplot = drawing("sit")
     sheet, (distance, near, probe) = pyplot.subplots(1, 3, figsize=(11, 3.8), constrained_layout=True)
     every = {name: [row for row in rows if "generation" in row] for name, rows in groups(done).items()}
@@ -116,18 +115,18 @@ def figure(done: dict[str, Any], file: Path) -> None:
 
 # --- The longer study -------------------------------------------------------------------------------------------------
 
-ALPHAS = ("0.8", "0.7", "0.9")  # of sit_long.py, in the order they are run
-LONGER = ", 1.5 x steps"  # what the name of a longer run has besides
+ALPHAS = ("0.8", "0.7", "0.9")  # in the order in which sit_long.py runs them
+LONGER = ", 1.5 x steps"  # suffix of the names of longer runs
 Points = dict[float, float]
 
 
 def distance(row: dict[str, Any]) -> float:
-    """Of samples without guidance; infinite for a run that diverged."""
+    """Fréchet distance of samples without guidance; infinite for a run that diverged."""
     return float(row["generation"]["1"]["FD-judge"]) if "generation" in row else float("inf")
 
 
 def best_decay(done: dict[str, Any]) -> str | None:
-    """The alpha_min with the lowest distance in seed 0; None until all have been run."""
+    """The alpha_min with the lowest distance at seed 0; None until all have run."""
     rows = {alpha: done.get(f"sit | decay {alpha} | seed 0") for alpha in ALPHAS}
     if any(row is None for row in rows.values()):
         return None
@@ -135,7 +134,7 @@ def best_decay(done: dict[str, Any]) -> str | None:
 
 
 def title(name: str) -> str:
-    """What a table calls a group of runs."""
+    """The label of a group of runs in a table."""
     recipe, _, kind = name.removesuffix(LONGER).partition(" | ")
     more = LONGER.removeprefix(", ") if name.endswith(LONGER) else ""
     words = {"plain": "plain" if recipe == "sit" else "", "long skips": "long skips"}
@@ -144,22 +143,23 @@ def title(name: str) -> str:
 
 
 def by_guidance(row: dict[str, Any]) -> Points:
+    """FD by guidance scale."""
     return {float(cfg): each["FD-judge"] for cfg, each in row.get("generation", {}).items()}
 
 
 def by_evaluations(row: dict[str, Any]) -> Points:
-    """FD without guidance by the number of evaluations of the network."""
+    """FD without guidance by number of network evaluations."""
     every = [*row.get("curve", {}).values(), *([row["generation"]["1"]] if "generation" in row else [])]
     return {each["evaluations"]: each["FD-judge"] for each in sorted(every, key=lambda each: each["evaluations"])}
 
 
 def by_noise(row: dict[str, Any]) -> Points:
-    """kNN of the middle block, in per cent, by time."""
+    """kNN of the middle block, in percent, by time."""
     return {float(time): 100 * value for time, value in row.get("middle", {}).get("knn20", {}).items()}
 
 
 def over_seeds(rows: list[dict[str, Any]], read: Callable[[dict[str, Any]], Points]) -> dict[float, list[float]]:
-    """The values of all seeds by place, rising."""
+    """The values of all seeds at each x, sorted by x."""
     result: dict[float, list[float]] = {}
     for points in map(read, rows):
         for place, value in points.items():
@@ -168,7 +168,7 @@ def over_seeds(rows: list[dict[str, Any]], read: Callable[[dict[str, Any]], Poin
 
 
 def further_table(done: dict[str, Any], read: Callable[[dict[str, Any]], Points], digits: int) -> str:
-    """A row for each group of runs, a column for each place; nothing where no run has more than one place."""
+    """A row per group of runs and a column per x; empty if no run has more than one x."""
     found = {name: over_seeds(rows, read) for name, rows in groups(done).items()}
     places = sorted({place for each in found.values() for place in each})
     if len(places) < 2:
@@ -176,13 +176,13 @@ def further_table(done: dict[str, Any], read: Callable[[dict[str, Any]], Points]
     lines = [f"| | {' | '.join(f'{place:g}' for place in places)} |", "|---" * (len(places) + 1) + "|"]
     for name, each in found.items():
         if each:
-            cells = [spread(each[place], digits) if place in each else "" for place in places]
+            cells = [spread(each[place], digits, 1) if place in each else "" for place in places]
             lines.append(f"| {title(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def further_tables(done: dict[str, Any]) -> dict[str, str]:
-    """What runs of the longer study have besides, by what stands in the columns."""
+    """The additional tables of the longer study, by title."""
     tables = {
         "FD by guidance": further_table(done, by_guidance, 2),
         "FD without guidance by evaluations of the network": further_table(done, by_evaluations, 2),
@@ -192,7 +192,7 @@ def further_tables(done: dict[str, Any]) -> dict[str, str]:
 
 
 def long_figure(done: dict[str, Any], file: Path) -> None:
-    """Distances by alpha_min, guidance and evaluations, and kNN over noise levels. A point a seed, a line a mean."""
+    """FD by alpha_min, guidance and evaluations, and kNN over noise levels. One point per seed, lines through means."""
     pyplot = drawing("sit-long")
     sheet, panels = pyplot.subplots(2, 2, figsize=(9, 7), constrained_layout=True)
     every = {name: [row for row in rows if "generation" in row] for name, rows in groups(done).items()}

@@ -1,4 +1,7 @@
-"""One run of the studies of classifiers: the supervised recipe, with a start, heads and weight decay of its own."""
+"""One run of the classifier studies: the supervised recipe with more options for initialisation, heads, weight decay.
+
+Used by skipless_gap.py, skipless_tiny.py and decay_classifier.py.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +22,30 @@ BASE: Config = {
     "heads": 3,
     "head_dim": None,  # None: width / heads
     "pool": "avg",  # "token": timm's class token
-    "code": 1.0,  # length of position embeddings over that of patches; None: timm's
-    "whiten": None,  # power of the patches' covariance in the patch embedding
-    "start": True,  # the shaped start below; False: timm's
+    "code": 1.0,  # norm of the position embeddings over that of the patches; None: timm's embeddings
+    "whiten": None,  # the patch embedding is R Sigma^whiten, Sigma the covariance of the patches' pixels
+    "start": True,  # the shaped initialisation with the constants below; False: timm's
     "alpha": 1.0,
     "beta": 1.0,
     "c": 9.0,
     "gain": 9.0,
     "bias": 1.5,
-    "target": None,  # self-attention that is solved for
-    "even": 0,  # heads that start near-uniform
-    "carry": None,  # the other heads carry tokens through, and near-uniform ones write this times as much
-    "pairs": None,  # half of an MLP's units are mirrored pairs that carry tokens: the size of their W_up
-    "carry_rate": 1.0,  # factor on the step of the weights that carry: W_V and W_O of heads, pairs of units
-    "pairs_trained": False,  # pairs at the whole rate, whatever carry_rate is
+    "target": None,  # mean self-attention to calibrate W_Q and W_K to
+    "even": 0,  # heads initialised with near-uniform attention
+    "carry": None,  # makes the other heads near the identity; relative output scale of the near-uniform ones
+    "pairs": None,  # scale of W_up of mirrored pairs, the half of an MLP's units that passes tokens on
+    "carry_rate": 1.0,  # factor on the step of the weights that pass tokens on: W_V and W_O of heads, pairs of units
+    "pairs_trained": False,  # pairs take full steps, whatever carry_rate is
     "optimizer": "soap",
     "split_qkv": False,
     "refresh": 10,
-    "value_output": 1.0,  # factor on the step of W_V and W_O
-    "fixed": False,  # W_Q and W_K of the heads that carry stay as they start
-    "decays": "matrices",  # what of the blocks decays: "matrices", or as in Keeper.decay
+    "value_output": 1.0,  # factor on the optimizer step of W_V and W_O
+    "fixed": False,  # W_Q and W_K of the carrying heads are frozen
+    "decays": "matrices",  # which weights of the blocks decay: "matrices", or an option of StepHooks.decay
     "epochs": 20,
     "seed": 0,
     "validate": True,
-    "quantise": False,  # round the trained model to few bits, too
+    "quantise": False,  # also evaluate the trained model with quantised weights and activations
 }
 EMA = 0.998
 SHAPES = {
@@ -50,26 +53,27 @@ SHAPES = {
     "cifar": "depth=12,embed_dim=192",
     "tiny-imagenet": "depth=12,embed_dim=384",
 }
-PETS = {1: 1, 2: 0, 3: 255}  # trimap: pet, background, border
+PETS = {1: 1, 2: 0, 3: 255}  # trimap: pet, background, border (ignored)
 
 
 def work(config: Config) -> dict[str, Any] | None:
-    """One run, in this process."""
+    """Trains and evaluates one run in this process."""
     return attempt(config, trained, ("data", "device", "preset", "pets"))
 
 
 def value(row: dict[str, Any]) -> float:
-    """What a run is chosen by; 0 where it did not end."""
+    """Validation accuracy, by which settings are chosen; 0 if the run did not finish."""
     return float(row.get("val_accuracy") or 0.0)
 
 
 def tell(name: str, row: dict[str, Any]) -> str:
-    """A line about a run that has ended."""
+    """The result of a run in one line."""
     shown = {key: round(entry, 4) for key, entry in row.items() if key.endswith("accuracy")}
     return f"{row.get('diverged') or row.get('failed') or shown}, {row.get('images_per_second', 0):.0f} images/s"
 
 
 def trained(config: Config) -> dict[str, Any] | None:
+    """Trains a model, and returns its accuracies, losses, token statistics by block and relative step sizes."""
     import torch
     from _skipless_start import watch
 
@@ -138,7 +142,7 @@ def trained(config: Config) -> dict[str, Any] | None:
 
 
 def segmented(model: Any, source: str, size: int) -> list[float]:
-    """Mean IoU of pet and background by block: a ridge regression on the patches of frozen features."""
+    """Mean IoU of pet and background by block: ridge regression on frozen patch features."""
     import dataclasses
 
     from unskip import data, evals
@@ -149,7 +153,7 @@ def segmented(model: Any, source: str, size: int) -> list[float]:
 
 
 def top_five(model: Any, test: Any) -> float:
-    """The share of test images whose class is among the five with the largest logits."""
+    """Top-5 accuracy."""
     import torch
 
     right = count = 0
@@ -161,7 +165,7 @@ def top_five(model: Any, test: Any) -> float:
 
 
 def planned(config: Config) -> Any:
-    """The supervised recipe's config; the start and the optimizer's options are put in afterwards."""
+    """The supervised recipe's config; initialisation and optimizer options are applied afterwards."""
     import unskip
 
     preset = config["preset"]
@@ -183,7 +187,7 @@ def planned(config: Config) -> Any:
 
 
 def heads_of(config: Config) -> int:
-    """The heads of a block; digits have a width of 64, which 3 does not divide."""
+    """Heads per block. On digits the width is 64, which 3 does not divide, so other numbers are used."""
     return (
         {1: 1, 2: 2, 3: 4, 6: 8, 12: 16, 18: 24}[config["heads"]]
         if config["preset"] == "digits"
@@ -192,7 +196,7 @@ def heads_of(config: Config) -> int:
 
 
 def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
-    """Puts the start of a config into a model."""
+    """Initialises a model as its config says, in place; returns what was solved for."""
     import torch
     from _skipless_start import paired_, shifted_, whiten_patches_
 
@@ -227,8 +231,7 @@ def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
 
 
 def carrying(parts: Any, config: Config) -> Iterator[Any]:
-    """The weights that carry tokens: W_V and W_O of the first heads, and the first units of an MLP where they are
-    mirrored pairs."""
+    """The weights that pass tokens on: W_V and W_O of the first heads, and mirrored pairs among the units of MLPs."""
     heads = heads_of(config) - config["even"]
     for part in parts.attentions():
         yield from (part.v[:heads], part.out[:, : heads * part.v.shape[1]])
@@ -249,7 +252,7 @@ def optimizer(model: Any, config: Config) -> Any:
 
 
 class Keeper:
-    """Around each step: scales the step of some weights, averages weights, and now and then measures relative steps."""
+    """Hooks around each optimizer step: scaled or frozen weights, separate weight decay, EMA, relative step sizes."""
 
     def __init__(self, model: Any, parts: Any, steps: int) -> None:
         self.slow: list[Any] = []
@@ -270,17 +273,17 @@ class Keeper:
         self.shrinking: list[tuple[Any, int]] = []
 
     def slow_down(self, views: list[Any], factor: float) -> None:
-        """Multiplies every change of these weights, weight decay included, by a factor; at 0 they stay as they are."""
+        """Scales each step of these weights, weight decay included, by a factor; 0 freezes them."""
         self.slow, self.factor = views, factor
         self.before_slow = [view.clone() for view in views]
 
     def decay(self, optimizer: Any, parts: Any, what: str, rate: float) -> None:
-        """Takes the weight decay over from the optimizer.
+        """Applies weight decay here instead of in the optimizer, to a choice of weights.
 
         all         every weight and bias of a branch
         but QK      the same without W_Q, W_K and their biases
-        scale-free  what a norm follows: W_V, W_O, W_down and, at the same rate, their biases, so that only the length
-                    of a branch's output changes, which the norm takes out; not W_Q, W_K, W_up
+        scale-free  weights that a norm follows: W_V, W_O, W_down and their biases at the matching rate, so that only
+                    the length of the branch output changes, which the norm removes; not W_Q, W_K, W_up
         """
         if what == "matrices":
             return
@@ -296,7 +299,7 @@ class Keeper:
         self.shrinking = [(view, power) for view, power in self.shrinking if view is not None]
 
     def fix(self, parts: Any, heads: int) -> None:
-        """Holds W_Q and W_K of the first heads of each attention where they start."""
+        """Freezes W_Q and W_K of the first heads of each attention."""
         for part in parts.attentions():
             self.fixed += [part.q[:heads], part.k[:heads]]
             self.fixed += [bias.view(part.heads, -1)[:heads] for bias in (part.q_bias, part.k_bias)]
@@ -330,16 +333,13 @@ class Keeper:
                     self.sizes[step][name] = float(f"{statistics.mean(size):.4g}")
                 self.held = {}
 
-    def swapped_in(self) -> Any:
-        """The model with its EMA weights while it lasts."""
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """A context in which the model has its EMA weights."""
 
-        @contextlib.contextmanager
-        def shown() -> Iterator[None]:
-            own = [weight.clone() for weight in self.weights]
-            for weight, mean in zip(self.weights, self.means, strict=True):
-                weight.copy_(mean)
-            yield
-            for weight, old in zip(self.weights, own, strict=True):
-                weight.copy_(old)
-
-        return shown()
+        saved = [weight.clone() for weight in self.weights]
+        for weight, mean in zip(self.weights, self.means, strict=True):
+            weight.copy_(mean)
+        yield
+        for weight, old in zip(self.weights, saved, strict=True):
+            weight.copy_(old)

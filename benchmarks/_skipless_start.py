@@ -1,7 +1,8 @@
-"""What skipless_gap.py does to a model beside `unskip.init`, and what it watches.
+"""Initialisations that the classifier studies try besides `unskip.init`, and token statistics by block.
 
 whiten_patches_   patch embedding R Sigma^power, Sigma the covariance of the patches' pixels
-paired_           half of an MLP's units carry tokens: phi(z) - phi(-z) = z for GELU, SiLU and ReLU
+paired_           half of an MLP's units pass tokens on: phi(z) - phi(-z) = z for GELU, SiLU and ReLU
+shifted_          a quarter of them do, with a bias where GELU is nearly linear
 watch             token cosine, self-attention, token rank and kurtosis by block
 """
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 
 def whiten_patches_(model: nn.Module, images: Tensor, *, power: float = -0.25, generator: torch.Generator) -> None:
-    """Fills the patch embedding of a timm ViT with R Sigma^power; tokens keep their mean length, their mean is 0."""
+    """Sets the patch embedding of a timm ViT to R Sigma^power. Tokens get mean 0 and keep their mean norm."""
     vit: Any = model
     conv = vit.patch_embed.proj
     with torch.no_grad():
@@ -31,11 +32,11 @@ def whiten_patches_(model: nn.Module, images: Tensor, *, power: float = -0.25, g
 
 
 def paired_(part: Any, up: float, gain: float, mix: float, *, generator: torch.Generator) -> None:
-    """Fills an MLP: 2 * width mirrored units compute up gain Q R x exactly, the others write `mix` times as much.
+    """Initialises an MLP: 2 * width mirrored units compute up gain Q R x exactly; the others' output is `mix` times it.
 
         W_up = [up R; -up R; S],  W_down = [gain Q, -gain Q, mix up gain T],  R, Q, S, T orthogonal
 
-    The output bias takes out the mean of the other units.
+    The output bias removes the mean of the other units.
     """
     first, last, others = _drawn(part, 2 * part.up.shape[1], generator)
     columns = mix * up * gain * _orthogonal(part.up.shape[1], len(others), generator)
@@ -43,8 +44,8 @@ def paired_(part: Any, up: float, gain: float, mix: float, *, generator: torch.G
 
 
 def shifted_(part: Any, shift: float, mix: float, *, generator: torch.Generator) -> None:
-    """Fills an MLP: `width` units with a bias of `shift`, where GELU is nearly linear, compute Q R x; the others as in
-    `paired_`. Half as many units pass tokens on.
+    """Initialises an MLP: `width` units with a bias of `shift`, where GELU is nearly linear, compute Q R x; the others
+    are as in `paired_`. Half as many units pass tokens on.
 
         W_up = [R; S],  W_down = [Q, mix T],  b = [shift, 0]
     """
@@ -53,7 +54,7 @@ def shifted_(part: Any, shift: float, mix: float, *, generator: torch.Generator)
 
 
 def _drawn(part: Any, carrying: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """R, Q and S, for as many units that pass tokens on."""
+    """R, Q and S of `paired_`; `carrying` units pass tokens on."""
     hidden, width = part.up.shape
     rest = hidden - carrying
     first, last = _orthogonal(width, width, generator), _orthogonal(width, width, generator)
@@ -61,7 +62,7 @@ def _drawn(part: Any, carrying: int, generator: torch.Generator) -> tuple[Tensor
 
 
 def _fill(part: Any, up: list[Tensor], down: list[Tensor], shift: float = 0.0) -> None:
-    """Writes rows and columns, a bias for the first rows, and the output bias that takes out the mean."""
+    """Writes W_up, W_down, the bias of the first rows, and the output bias that removes the mean."""
     from unskip.anatomy import mean_output
 
     with torch.no_grad():
@@ -80,7 +81,7 @@ def _orthogonal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 
 def self_attention(part: Any, tokens: Tensor) -> Tensor:
-    """(heads,): what tokens (images, tokens, dim) pay to themselves, in the mean."""
+    """(heads,): mean attention of tokens (images, tokens, dim) to themselves."""
     q, k = (torch.einsum("bnd,hed->bhne", tokens, weight.float()) for weight in (part.q, part.k))
     if part.q_bias is not None:
         q, k = q + part.q_bias.view(part.heads, 1, -1), k + part.k_bias.view(part.heads, 1, -1)
@@ -88,8 +89,8 @@ def self_attention(part: Any, tokens: Tensor) -> Tensor:
 
 
 def watch(model: nn.Module, parts: Any, images: Tensor) -> dict[str, list[float]]:
-    """By block: mean cosine between tokens, self-attention, effective rank of an image's tokens (mean of images), and
-    excess kurtosis of the tokens' entries."""
+    """By block: mean cosine between tokens, self-attention, effective rank of each image's tokens (mean over images),
+    and excess kurtosis of the token entries."""
     from unskip.measures import excess_kurtosis
 
     vit: Any = model
@@ -111,7 +112,7 @@ def watch(model: nn.Module, parts: Any, images: Tensor) -> dict[str, list[float]
     for tokens in outputs:
         unit = nn.functional.normalize(tokens, dim=-1)
         count = tokens.shape[1]
-        others = (unit @ unit.mT).sum((1, 2)) - count  # of a token with itself it is 1
+        others = (unit @ unit.mT).sum((1, 2)) - count  # without the cosine 1 of each token with itself
         result["cosine"].append(float(others.mean()) / (count * (count - 1)))
         result["token_rank"].append(_rank(tokens))
         result["kurtosis"].append(excess_kurtosis(tokens))
@@ -122,7 +123,7 @@ def watch(model: nn.Module, parts: Any, images: Tensor) -> dict[str, list[float]
 
 
 def _rank(tokens: Tensor) -> float:
-    """exp of the entropy of the singular values of each image's centred tokens, normalised to sum 1; their mean."""
+    """Effective rank of each image's centred tokens (exp of the entropy of their normalised singular values), mean."""
     values = torch.linalg.svdvals((tokens - tokens.mean(1, keepdim=True))[:16].double().cpu())
     shares = values / values.sum(-1, keepdim=True).clamp_min(1e-300)
     return float(torch.special.entr(shares).sum(-1).exp().mean())

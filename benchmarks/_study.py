@@ -1,7 +1,7 @@
-"""What the studies share: many short runs side by side, each result added to a JSON when it is there.
+"""Runs a study: many short training runs in parallel worker processes, with each result appended to one JSON file.
 
-Workers are processes that stay: importing, decoding images and finding a GPU is done once each, not once a run. A study
-that is started again goes on: what its JSON holds is not run again.
+Workers are reused, so imports, image decoding and GPU start-up are paid once per worker and not once per run. A study
+that is restarted skips the runs that are already in its JSON.
 """
 
 from __future__ import annotations
@@ -29,45 +29,49 @@ Row = dict[str, Any]
 
 
 def arguments(about: str | None, out: str) -> argparse.ArgumentParser:
-    """The options that every study has."""
+    """The command-line options that all studies share."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="the images; without them digits and tiny models, to see that it runs")
+    parser.add_argument("--data", help="the data set; without it a smoke test with tiny models on digits")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workers", type=int, default=1, help="runs side by side")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds")
-    parser.add_argument("--only", nargs="*", default=[""], help="runs whose name holds one of these, in this order")
-    parser.add_argument("--begin", action="store_true", help="begin what may not end in time, too, to go on later")
-    parser.add_argument("--out", type=Path, help=f"the JSON (default docs/results/{out})")
-    parser.add_argument("--runs", type=Path, default=ROOT / "build" / "runs", help="where the run folders go")
-    parser.add_argument("--show", action="store_true", help="tables and figures of what is there; run nothing")
+    parser.add_argument("--workers", type=int, default=1, help="runs in parallel")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="time limit in seconds")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="only runs whose name contains one of these, in this order"
+    )
+    parser.add_argument("--begin", action="store_true", help="also start runs that may not finish within the limit")
+    parser.add_argument("--out", type=Path, help=f"the JSON file (default docs/results/{out})")
+    parser.add_argument("--runs", type=Path, default=ROOT / "build" / "runs", help="folder of the run folders")
+    parser.add_argument(
+        "--show", action="store_true", help="print tables and draw figures of the recorded runs, and run nothing"
+    )
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def opened(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What the JSON holds; runs of other settings are not mixed with these."""
+    """The record in a JSON file, or a new one. Refuses a file whose runs had other settings."""
     data: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"runs": {}}
     if data.get("settings", settings) != settings:
-        raise SystemExit(f"{out} holds runs of other settings, {data['settings']}; choose another --out")
+        raise SystemExit(f"{out} has runs with other settings, {data['settings']}; choose another --out")
     return data
 
 
 def about(script: str, device: str, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What a JSON says beside its runs."""
-    from _record import made_with  # torch takes seconds, and a study may have nothing to do
+    """The metadata of a record: script, device, versions and settings."""
+    from _record import made_with  # imports torch, which takes seconds; not needed if nothing is run
 
     return {**made_with(script, device), "settings": settings, **more}
 
 
 def folder_of(runs: Path, name: str, config: dict[str, Any]) -> Path:
-    """A folder of its own for every configuration."""
+    """The folder of a run, unique for each configuration."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
     words = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name.replace(" | ", "-"))
     return runs / f"{words}-{digest}"
 
 
 def drawing(salt: str) -> Any:
-    """matplotlib's pyplot in the style of all figures: no screen, the same file each time, colours of Okabe and Ito."""
+    """pyplot in the style of all figures: headless, reproducible SVG, Okabe-Ito colours."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,18 +87,19 @@ def drawing(salt: str) -> Any:
 
 
 def seeds_and_mean(panel: Any, curves: list[list[float]], **style: Any) -> None:
-    """A line through the means over seeds, and a point for each seed."""
-    places = range(len(curves[0]))
-    panel.plot(places, [sum(values) / len(values) for values in zip(*curves, strict=True)], **style)
+    """Plots the mean over seeds as a line, and each seed as points."""
+    x = range(len(curves[0]))
+    panel.plot(x, [sum(values) / len(values) for values in zip(*curves, strict=True)], **style)
     for curve in curves:
-        panel.plot(places, curve, "o", color=style.get("color"), alpha=0.6)
+        panel.plot(x, curve, "o", color=style.get("color"), alpha=0.6)
 
 
-# --- In a worker ------------------------------------------------------------------------------------------------------
+# --- Worker processes -------------------------------------------------------------------------------------------------
 
 
 def serve(work: Callable[[Any], Row | None]) -> None:
-    """Does the tasks that come in, a line each, until none comes or a run was told to stop."""
+    """The loop of a worker: reads one task per line from stdin and prints its result, until stdin closes or a run is
+    stopped."""
     decode_once()
     for line in sys.stdin:
         result = work(json.loads(line))
@@ -105,7 +110,10 @@ def serve(work: Callable[[Any], Row | None]) -> None:
 
 
 def attempt(config: Row, train: Callable[[Row], Row | None], unrecorded: tuple[str, ...]) -> Row | None:
-    """One run in this process; None where it was told to stop. What goes wrong is part of the result."""
+    """Trains one run in this process. An exception is recorded as "failed"; None if the run was stopped.
+
+    `unrecorded` names the config fields that are left out of the record.
+    """
     import torch
 
     begun = time.perf_counter()
@@ -114,16 +122,16 @@ def attempt(config: Row, train: Callable[[Row], Row | None], unrecorded: tuple[s
         result = train(config)
     except Exception as error:
         if isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA" in str(error):
-            raise  # the process is of no use any more
+            raise  # the CUDA context of this process is unusable
         result = {"failed": traceback.format_exc()[-1500:]}
     return None if result is None else {**result, "seconds": round(time.perf_counter() - begun, 1), "config": recorded}
 
 
 def release() -> None:
-    """Gives back what a run has held on the device, for the next one and for the other workers.
+    """Frees device memory and compiled code after a run.
 
-    What was compiled goes too: past eight models of a class nothing would be compiled any more, and a shortcut that has
-    changed since would become an input of the compiled model.
+    Otherwise torch.compile stops at its limit of eight recompilations per class, and a shortcut weight that changed
+    would become an input of the compiled model.
     """
     import torch
 
@@ -134,59 +142,59 @@ def release() -> None:
 
 
 def decode_once() -> None:
-    """Runs, and their evaluations, open the same images again and again: keep them decoded."""
+    """Keeps decoded images in memory, since runs and their evaluations open the same sets repeatedly."""
     import unskip.recipes
 
-    kept = functools.cache(unskip.data.open_images)
+    cached = functools.cache(unskip.data.open_images)
     for name, module in list(sys.modules.items()):
         if name == "unskip.data" or (name.startswith("unskip.recipes") and hasattr(module, "open_images")):
-            vars(module)["open_images"] = kept
+            vars(module)["open_images"] = cached
 
 
-# --- Choosing settings ------------------------------------------------------------------------------------------------
+# --- Hyperparameter search --------------------------------------------------------------------------------------------
 
 
 def search(
     job: Callable[[int, float], Job], decays: Sequence[float], edges: int, score: Callable[[Row], float], done: Row
 ) -> tuple[list[Job], Row | None]:
-    """The runs that a choice still needs, and the config that is chosen where it needs none.
+    """Searches weight decay, then the learning rate. Returns the runs still missing, and the best config once none is.
 
-    `job(step, decay)` is the run at 2^step times the middle learning rate. Weight decay is chosen at the middle rate,
-    then the rate at the best weight decay; a best rate at the edge adds the next one, up to 2^edges. The highest
-    `score` wins.
+    `job(step, decay)` is the run at step `step` of the learning-rate grid; its middle is 0. Weight decay is chosen at
+    the middle rate, then the rate at the best weight decay. If the best rate is at the edge of the grid, the grid is
+    extended, up to `edges` steps from the middle. The highest `score` wins.
     """
 
-    def missing(places: list[tuple[int, float]]) -> list[Job]:
-        return [each for place in places if (each := job(*place))[0] not in done]
+    def missing(points: list[tuple[int, float]]) -> list[Job]:
+        return [trial for point in points if (trial := job(*point))[0] not in done]
 
     def scored(step: int, decay: float) -> float:
         return score(done[job(step, decay)[0]])
 
-    if waiting := missing([(0, decay) for decay in decays]):
-        return waiting, None
-    decay = max(decays, key=lambda each: scored(0, each))
+    if trials := missing([(0, decay) for decay in decays]):
+        return trials, None
+    decay = max(decays, key=lambda decay: scored(0, decay))
     steps = [-1, 0, 1]
     while True:
-        if waiting := missing([(step, decay) for step in steps]):
-            return waiting, None
+        if trials := missing([(step, decay) for step in steps]):
+            return trials, None
         best = max(steps, key=lambda step: scored(step, decay))
         if best not in (min(steps), max(steps)) or abs(best) >= edges:
             return [], job(best, decay)[1]
         steps.append(best + (1 if best > 0 else -1))
 
 
-# --- Side by side -----------------------------------------------------------------------------------------------------
+# --- Scheduling -------------------------------------------------------------------------------------------------------
 
 
 class _Worker:
     def __init__(self, script: str) -> None:
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when the process has gone)
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read after the process has ended)
         command = [sys.executable, script, "--work"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True)
 
     def run(self, task: Any) -> Row | None:
-        """The result of a task; None where the run was stopped."""
+        """Runs a task and returns its result; None if the run was stopped."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(task) + "\n")
@@ -207,14 +215,14 @@ def study(
     options: argparse.Namespace,
     tell: Callable[[str, Row], str],
 ) -> None:
-    """Keeps `options.workers` runs going until nothing is left, or until the limit.
+    """Runs all jobs, `options.workers` at a time, until none is left or the time limit is reached.
 
-    `jobs` names what is still to be run, what matters most first; it is asked again after each result. Nothing is begun
-    that, by the longest run of its kind so far (the first word of a name), would not end in time, unless
-    `options.begin`. What still runs at the limit is stopped: its folder holds a checkpoint, from which the same command
-    goes on.
+    `jobs` returns the remaining runs in order of priority, and is called again after each result. A run is not started
+    if the longest run of its kind so far (the first word of its name) would not finish within the limit, unless
+    `options.begin` is set. Runs still going at the limit are stopped with a checkpoint in their folder, and the same
+    command resumes them.
     """
-    begun, stopping = time.perf_counter(), False
+    start_time, stopping = time.perf_counter(), False
     longest: dict[str, float] = {}
     idle = [_Worker(script) for _ in range(options.workers)]
     running: dict[Future[Row | None], tuple[str, _Worker, float]] = {}
@@ -223,24 +231,24 @@ def study(
         while True:
             now = time.perf_counter()
             busy = {name for name, _, _ in running.values()}
-            waiting = [job for job in jobs() if job[0] not in busy | failed.keys()]
-            waiting = [*{job[0]: job for word in options.only for job in waiting if word in job[0]}.values()]
-            left = options.limit - (now - begun)
-            fitting = [job for job in waiting if left > (0 if options.begin else _expected(longest, job[0]))]
-            while fitting and idle:
-                name, config = fitting.pop(0)
+            pending = [job for job in jobs() if job[0] not in busy | failed.keys()]
+            pending = [*{job[0]: job for word in options.only for job in pending if word in job[0]}.values()]
+            time_left = options.limit - (now - start_time)
+            queue = [job for job in pending if time_left > (0 if options.begin else _expected(longest, job[0]))]
+            while queue and idle:
+                name, config = queue.pop(0)
                 worker = idle.pop()
                 running[pool.submit(worker.run, task_of(name, config))] = (name, worker, now)
-            if now - begun > options.limit and not stopping:
+            if now - start_time > options.limit and not stopping:
                 stopping = True
                 for _, worker, _ in running.values():
-                    worker.process.terminate()  # in training it writes a checkpoint first
+                    worker.process.terminate()  # a run in training writes a checkpoint first
             if not running:
                 break
             for future in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:
                 name, worker, start = running.pop(future)
                 if stopping and (future.exception() is not None or future.result() is None):
-                    print(f"{name}: stopped; the same command goes on with it", flush=True)
+                    print(f"{name}: stopped; the same command resumes it", flush=True)
                     continue
                 if future.exception() is not None:
                     failed[name] = str(future.exception())
@@ -263,24 +271,24 @@ def study(
 
 
 def _expected(longest: dict[str, float], name: str) -> float:
-    """The seconds a run may take: those of its kind, or of any other where there was none."""
+    """The longest time so far, in seconds, of a run of the same kind, or of any run if there was none."""
     return longest.get(name.partition(" | ")[0], max(longest.values(), default=0.0))
 
 
 def write(data: dict[str, Any], out: Path) -> None:
-    """The JSON, a run a line; written aside and renamed."""
+    """Writes the JSON atomically, with one run per line."""
     runs = ",\n".join(
         f"{json.dumps(name)}:{json.dumps(_finite(row), separators=(',', ':'))}" for name, row in data["runs"].items()
     )
     rest = json.dumps({key: value for key, value in data.items() if key != "runs"}, indent=1)
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_suffix(".tmp")
-    aside.write_text(f'{rest[:-2]},\n "runs": {{\n{runs}\n}}}}\n')
-    aside.replace(out)
+    temporary = out.with_suffix(".tmp")
+    temporary.write_text(f'{rest[:-2]},\n "runs": {{\n{runs}\n}}}}\n')
+    temporary.replace(out)
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """Replaces NaN and infinity, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

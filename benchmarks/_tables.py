@@ -1,4 +1,4 @@
-"""The tables of the docs, each a function of the records in docs/results; `make results` puts them into the pages."""
+"""Markdown tables for the docs, each a function of the records in docs/results; `make results` writes the pages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Row = dict[str, Any]
 
 
 def table(make: Callable[[], str]) -> Callable[[], str]:
-    """Enters a table under the name of its function: skipless_epochs is `<!-- table: skipless-epochs -->`."""
+    """Registers a table under the name of its function: skipless_epochs is `<!-- table: skipless-epochs -->`."""
     TABLES[make.__name__.replace("_", "-")] = make
     return make
 
 
 @functools.cache
 def record(name: str) -> Row:
-    """What docs/results/NAME.json holds."""
+    """The contents of docs/results/NAME.json."""
     result: Row = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
     return result
 
 
 def runs(name: str, start: str) -> list[Row]:
-    """The runs of a study whose names begin so: those of one configuration, over its seeds."""
+    """The runs of a study whose names start with these words: one configuration, all seeds."""
     found = [row for key, row in record(name)["runs"].items() if f"{key} |".startswith(f"{start} |")]
     if not found:
         raise KeyError(f"docs/results/{name}.json has no run {start!r}")
@@ -36,14 +36,14 @@ def runs(name: str, start: str) -> list[Row]:
 
 
 def spread(values: Iterable[float], digits: int = 1, scale: float = 100) -> str:
-    """Mean, and the standard deviation where there are several."""
+    """The mean, with the standard deviation if there are several values."""
     values = [scale * value for value in values]
     more = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{more}"
 
 
 def lines(head: str, rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table: the head as "a | b | c", and its rows."""
+    """A Markdown table from a header such as "a | b | c" and rows of cells."""
     rows = [head.split(" | "), *rows]
     assert len({len(row) for row in rows}) == 1, head
     written = ["|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in rows]
@@ -54,6 +54,7 @@ def lines(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def _skipless(kind: str, wiring: str, optimizer: str) -> str:
+    """Test accuracy of a wiring under an optimizer; empty if it was not run."""
     done = record("skipless-cifar")["runs"]
     rows = [row for name, row in done.items() if name.startswith(f"{kind} | {wiring} | {optimizer} |")]
     return spread(row["test_accuracy"] for row in rows) if rows else ""
@@ -107,8 +108,8 @@ def skipless_gap() -> str:
     return lines(" | lr | weight decay | accuracy | training loss", rows)
 
 
-FROZEN = "no skips, shaped MLPs, carrying V and O fixed"  # W_Q and W_K are fixed, too
-LONG = {  # 100 epochs: label, start of the runs' names
+FROZEN = "no skips, shaped MLPs, carrying V and O fixed"  # W_Q and W_K of these heads are also frozen
+LONG = {  # 100 epochs: label, first words of the run names
     "residual, weight decay 0.3": "final | residual, weight decay 0.3",
     "residual, weight decay 1": "final | residual",
     "MLPs' skips cut, weight decay 0.3": "final | MLPs cut",
@@ -206,19 +207,20 @@ def mae_long() -> str:
     return lines(" | rate | kNN | probe, L-BFGS | probe, MAE's | probe, the paper's | effective rank", rows)
 
 
+def best_corloc(row: Row) -> float:
+    """Test CorLoc of the block with the best CorLoc on the training images."""
+    train = row["discover"]["corloc, train"]
+    return float(row["discover"]["corloc"][train.index(max(train))])
+
+
 def dino_cells(name: str, spreads: bool = True, last_corloc: bool = True) -> list[str]:
+    """Segmentation, object discovery, kNN and probe of a DINO configuration."""
     done = runs("dino-64", name)
-
-    def best(row: Row) -> float:
-        """CorLoc of the block that is best on training images."""
-        known = row["discover"]["corloc, train"]
-        return float(row["discover"]["corloc"][known.index(max(known))])
-
     values = [
         [row["segment"]["single"] for row in done],
         [row["segment"]["multi-scale"] for row in done],
         *([[row["discover"]["corloc"][-1] for row in done]] if last_corloc else []),
-        [best(row) for row in done],
+        [best_corloc(row) for row in done],
         [row["depth"]["knn20"][-1] for row in done],
         [row["depth"]["probe_lbfgs"][-1] for row in done],
     ]
@@ -263,11 +265,11 @@ def dino_remedies() -> str:
 
 
 def _chosen(done: list[Row], key: str) -> str:
-    """Test accuracy at the block and time that held-out images chose; the places in brackets."""
-    found = [row["features"][key] for row in done]
-    blocks = " and ".join(dict.fromkeys(str(each["block"]) for each in found))
-    times = " and ".join(dict.fromkeys(f"{each['time']:g}" for each in found))
-    return f"{spread(each['test'][each['block']] for each in found)} ({blocks}, {times})"
+    """Test accuracy at the block and time chosen on held-out images, with block and time in brackets."""
+    rows = [row["features"][key] for row in done]
+    blocks = " and ".join(dict.fromkeys(str(row["block"]) for row in rows))
+    times = " and ".join(dict.fromkeys(f"{row['time']:g}" for row in rows))
+    return f"{spread(row['test'][row['block']] for row in rows)} ({blocks}, {times})"
 
 
 @table
@@ -286,13 +288,13 @@ def sit_samples() -> str:
 
 
 def sit_lines(study: str, names: dict[str, str]) -> str:
-    """Distances and features of the runs of a study that these names begin, by their labels."""
+    """Fréchet distance, precision, recall, kNN and probe of configurations of a study; `names` maps labels to them."""
     rows = []
     for label, name in names.items():
-        done = [row for row in runs(study, name) if "generation" in row]  # without those that diverged
-        drawn = [row["generation"]["1"] for row in done]
-        distance = spread([each["FD-judge"] for each in drawn], 2, 1)
-        means = [f"{statistics.mean(each[key] for each in drawn):.3f}" for key in ("precision", "recall")]
+        done = [row for row in runs(study, name) if "generation" in row]  # not the runs that diverged
+        samples = [row["generation"]["1"] for row in done]
+        distance = spread([row["FD-judge"] for row in samples], 2, 1)
+        means = [f"{statistics.mean(row[key] for row in samples):.3f}" for key in ("precision", "recall")]
         product = f"{done[0]['effective_decay']:.2g}"
         rows.append([label, product, distance, *means, _chosen(done, "knn20"), _chosen(done, "probe_lbfgs")])
     real = record(study)["runs"]["judge"]["real"]

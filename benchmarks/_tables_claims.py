@@ -1,49 +1,48 @@
-"""The summaries: README's table, and the claims of the three papers beside what was measured here (docs/results.md)."""
+"""The summary table of README, and the tables of docs/results.md: the claims of three papers and our measurements."""
 
 from __future__ import annotations
 
-from _tables import FROZEN, Row, lines, record, runs, spread, table
+from _tables import FROZEN, best_corloc, lines, record, runs, spread, table
 
 
 def accuracy(wiring: str, optimizer: str = "soap") -> str:
-    done = record("skipless-cifar")["runs"]
-    start = f"final | {wiring} | {optimizer} |"
-    return spread(row["test_accuracy"] for name, row in done.items() if name.startswith(start))
+    """Test accuracy after 20 epochs of CIFAR-10."""
+    return spread(row["test_accuracy"] for row in runs("skipless-cifar", f"final | {wiring} | {optimizer}"))
 
 
 def _long(name: str) -> str:
-    """Test accuracy after 100 epochs."""
+    """Test accuracy after 100 epochs of CIFAR-10."""
     return spread(row["test_accuracy"] for row in runs("skipless-long", f"final | {name}"))
 
 
 def _tiny(name: str) -> str:
-    """Test accuracy after 100 epochs of Tiny-ImageNet-200 at the best rate, one seed."""
+    """Test accuracy after 100 epochs of Tiny-ImageNet-200 at the best learning rate, one seed."""
     return spread([max(row["test_accuracy"] for row in runs("skipless-tiny", f"final | {name}"))])
 
 
-def _mae(name: str, key: str = "knn20", study: str = "mae-cifar") -> str:
-    done = runs(study, name)
+def _mae(name: str, key: str = "knn20") -> str:
+    """A result of the last block (or "finetune") of an MAE configuration."""
+    done = runs("mae-cifar", name)
     if key == "finetune":
         return spread(row[key] for row in done)
     return spread([row["depth"][key][-1] for row in done], 1, 1 if key == "rank" else 100)
 
 
 def _dino(name: str, part: str) -> str:
-    def best(row: Row) -> float:
-        known = row["discover"]["corloc, train"]
-        return float(row["discover"]["corloc"][known.index(max(known))])
-
-    read = {"iou": lambda row: row["segment"]["single"], "corloc": best}
+    """Mean IoU ("iou") or CorLoc of the best block ("corloc") of a DINO configuration."""
+    read = {"iou": lambda row: row["segment"]["single"], "corloc": best_corloc}
     return spread(read[part](row) for row in runs("dino-64", name))
 
 
 def distance(name: str) -> str:
+    """Fréchet distance of samples without guidance."""
     return spread([row["generation"]["1"]["FD-judge"] for row in runs("sit-cifar", name)], 2, 1)
 
 
 def _condition(wiring: str) -> str:
-    found = record("conditioning")["results"]["vit_small_patch16_224 at 64 px"][wiring]["sites"][0]["sublayer"]
-    value = float(found["condition"])
+    """Condition number of the first attention sub-layer of ViT-S."""
+    site = record("conditioning")["results"]["vit_small_patch16_224 at 64 px"][wiring]["sites"][0]
+    value = float(site["sublayer"]["condition"])
     return f"{value:.0f}" if value < 1e3 else f"{value:.1e}".replace("e+0", "e")
 
 

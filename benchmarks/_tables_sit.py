@@ -1,4 +1,4 @@
-"""The section on longer training of SiT and U-ViT: it is there as soon as docs/results has its record."""
+"""The docs section on longer training of SiT and U-ViT; empty until docs/results has its record (sit_long.py)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ seed."""
 
 @table
 def sit_long() -> str:
-    """Nothing while there is no record, or none of its runs is evaluated."""
+    """The section, or nothing without a record with evaluated runs."""
     if not (RECORDS / f"{STUDY}.json").exists():
         return ""
-    # A run that diverged has no samples, and the study prints it.
+    # Diverged runs have no samples; the study itself prints them.
     done = {name: row for name, row in record(STUDY)["runs"].items() if name == "judge" or "generation" in row}
     names = {title(name): name for name in groups(done)}
     if not names:

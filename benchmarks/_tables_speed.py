@@ -1,10 +1,10 @@
-"""Tables of the page on performance: speed against peers, where a step goes, and how costs grow."""
+"""Tables of docs/performance.md: speed against peers, time of a step by kind of work, and growth of cost with size."""
 
 from __future__ import annotations
 
 from _tables import lines, record, table
 
-_PLACES = {"rewiring": "#rewiring"}  # a section of the same page
+_LINKS = {"rewiring": "#rewiring"}  # a section of the same page
 
 
 @table
@@ -44,7 +44,7 @@ def speed() -> str:
         [
             *row[:4],
             f"{row[4]:.0f}" if row[4] > 9.95 else f"{row[4]:.2f}",
-            f"[{row[5]}]({_PLACES.get(row[5], f'{row[5]}.md')})",
+            f"[{row[5]}]({_LINKS.get(row[5], f'{row[5]}.md')})",
         ]
         for row in rows
     ]

@@ -1,10 +1,10 @@
-"""Tables of the studies beside the main ones: Tiny-ImageNet-200, MAE, DINO, and language models that were measured."""
+"""Tables for the docs: Tiny-ImageNet-200, ablations of MAE and DINO, initialisation, and language models."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from _tables import lines, record, runs, spread, table
+from _tables import best_corloc, lines, record, runs, spread, table
 
 
 @table
@@ -124,10 +124,6 @@ def dino_patches() -> str:
 @table
 def dino_simclr() -> str:
     done = [runs("dino-64", f"contrast | {rule} | adamw")[0] for rule in ("keep", "decay:0.6")]
-
-    def best(values: list[float], known: list[float]) -> float:
-        return values[known.index(max(known))]
-
     read = {
         "effective rank": lambda row: row["depth"]["rank"][-1] / 100,
         "kNN, class token": lambda row: row["depth"]["knn20_cls"][-1],
@@ -135,7 +131,7 @@ def dino_simclr() -> str:
         "probe": lambda row: row["depth"]["probe_lbfgs"][-1],
         "mean IoU, last block": lambda row: row["segment"]["single"],
         "CorLoc, last block": lambda row: row["discover"]["corloc"][-1],
-        "CorLoc, best block": lambda row: best(row["discover"]["corloc"], row["discover"]["corloc, train"]),
+        "CorLoc, best block": best_corloc,
     }
     rows = [[label, *(spread([value(row)]) for row in done)] for label, value in read.items()]
     return lines(" | `keep` | `decay:0.6`", rows)
@@ -148,15 +144,15 @@ STARTS += ("skipless + init, centred",)
 
 
 def start(model: str, wiring: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
-    """A start as it is recorded; condition of attention sub-layers and token cosine, by path of the block."""
-    found: dict[str, Any] = record("conditioning")["results"][model][wiring]
+    """The record of a model at initialisation; its condition numbers of attention and token cosines by block path."""
+    row: dict[str, Any] = record("conditioning")["results"][model][wiring]
     values = {
         site["path"]: site["sublayer"]["condition"]
-        for site in found["sites"]
+        for site in row["sites"]
         if site["kind"] == "attention" and "sublayer" in site
     }
     words = {path: "singular" if value is None else _short(value) for path, value in values.items()}
-    return found, words, {row["block"]: f"{row['mean_cosine']:.2f}" for row in found["tokens"]}
+    return row, words, {block["block"]: f"{block['mean_cosine']:.2f}" for block in row["tokens"]}
 
 
 def _short(value: float) -> str:
@@ -205,7 +201,7 @@ _BOUNDED = "a norm bounds the MLP, not the skip"
 
 
 def _lm_mlp(site: dict[str, Any]) -> tuple[str, ...]:
-    """The kind of an MLP, its verdict, why, and what to do."""
+    """The kind of an MLP, its verdict, the reason, and the advice."""
     if site["status"] == "unknown":
         beside = "attention" in site["reason"]
         why = "two branches, one skip" if beside else "weights differ by token"

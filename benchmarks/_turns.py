@@ -1,4 +1,4 @@
-"""What the benchmarks of training steps share: several models take turns in one process, and are compared in pairs."""
+"""Shared by the benchmarks of training steps (train_*.py): times several models in turn in one process."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ Step = Callable[[], None]
 
 
 def arguments(about: str | None, batch: int, steps: int, out: Path) -> argparse.Namespace:
-    """The options, read."""
+    """Parses the command line of a benchmark of training steps."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--small", action="store_true", help="a model for a CPU; its numbers are not kept")
+    parser.add_argument("--small", action="store_true", help="a smoke test that also runs on a CPU; nothing is written")
     parser.add_argument("--batch", type=int, default=batch)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mode", default="default", help="of torch.compile, for all: max-autotune-no-cudagraphs")
-    parser.add_argument("--attention", choices=["any", "cudnn", "flash"], default="any", help="torch's kernel, for all")
-    parser.add_argument("--only", default="", help="a part of the names to be measured")
+    parser.add_argument(
+        "--mode", default="default", help="mode of torch.compile for all models, such as max-autotune-no-cudagraphs"
+    )
+    parser.add_argument(
+        "--attention", choices=["any", "cudnn", "flash"], default="any", help="attention kernel for all models"
+    )
+    parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--out", type=Path, default=out)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
+        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu is a smoke test")
     return options
 
 
 def vit(name: str, sizes: dict[str, int], **more: Any) -> nn.Module:
-    """A backbone of timm without a classifier."""
+    """A timm backbone without a classifier."""
     import timm
 
     shape = {"img_size": sizes["size"], "patch_size": sizes["patch"], "embed_dim": sizes["dim"]}
@@ -46,26 +50,35 @@ def vit(name: str, sizes: dict[str, int], **more: Any) -> nn.Module:
 
 
 def attention(name: str) -> contextlib.AbstractContextManager[object]:
-    """Leaves torch the choice of its attention kernel, or takes it away."""
+    """A context with one attention kernel of torch, or with its own choice ("any")."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     return sdpa_kernel(kernels[name]) if name in kernels else contextlib.nullcontext()
 
 
-def pace(step: Step, steps: int, images: Tensor) -> float:
-    """Images a second."""
-    wait = torch.cuda.synchronize if images.is_cuda else (lambda: None)
+def seconds(work: Callable[[], object], device: str) -> float:
+    """Wall time of a call, including its work on the GPU."""
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     wait()
     begin = time.perf_counter()
-    for _ in range(steps):
-        step()
+    work()
     wait()
-    return len(images) * steps / (time.perf_counter() - begin)
+    return time.perf_counter() - begin
+
+
+def pace(step: Step, steps: int, images: Tensor) -> float:
+    """Images per second of a training step."""
+
+    def loop() -> None:
+        for _ in range(steps):
+            step()
+
+    return len(images) * steps / seconds(loop, images.device.type)
 
 
 def turns(makers: dict[str, Callable[[], Step]], images: Tensor, steps: int, rounds: int) -> dict[str, Any]:
-    """Images a second of each, the median over rounds; beside it the ratio to the fastest that is called published."""
+    """Images per second of each model, the median over rounds, and its ratio to the fastest "published" one."""
     result: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     prepared: dict[str, Step] = {}
@@ -78,7 +91,7 @@ def turns(makers: dict[str, Callable[[], Step]], images: Tensor, steps: int, rou
         pace(prepared[name], 5, images)  # compiles
         if images.is_cuda:
             memory[name] = (torch.cuda.max_memory_allocated() - held) / 2**30
-        print(f"{name} is ready", flush=True)
+        print(f"{name}: compiled", flush=True)
     for _ in range(rounds):
         for name, step in prepared.items():
             result.setdefault(name, []).append(pace(step, steps, images))
@@ -99,7 +112,7 @@ def turns(makers: dict[str, Callable[[], Step]], images: Tensor, steps: int, rou
 
 
 def write(script: str, options: argparse.Namespace, settings: dict[str, Any], **result: Any) -> None:
-    """The record of a run at full size."""
+    """Writes the record, unless --small."""
     if options.small:
         return
     settings = {"mode": options.mode, "attention": options.attention, **settings}

@@ -1,7 +1,7 @@
-"""Numbers in the prose of README and docs that no record vouches for: decimals, and integers with %, points or times.
+"""Finds measured numbers in the prose of README and docs that are not checked against a record.
 
-Tables and sentences made from records are left out, and so is what no run measures: code, links, settings, versions,
-and numbers of the papers. Counts are not looked at.
+A measured number is a decimal, or an integer with %, points or times. Tables, checked sentences and numbers that are
+not results (code, links, settings, versions, numbers from papers) are excluded. Counts are ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# Words in front of a setting; further settings may follow it: "weight decay 0.1 to 0.3".
+# Words before a setting; several settings may follow: "weight decay 0.1 to 0.3".
 _WORDS = (
     "alpha_min|weight decay|decay|decayed|product|guidance|temperature|momentum|mask|EMA|AdamW|self_attention|"
     "qk_identity|mlp_bias|bias|threshold|cosine|contrast|crops|T|cifar|digits|sqrt|rate|lr|width of 384|from 1|"
@@ -21,7 +21,7 @@ _AFTER = r"(?::| =| of| to| above| between| \|)?[ (-]*"
 _NOT_MEASURED = (
     r"\]\([^)]*\)|`[^`]*`|https?://\S+|\d{4}\.\d{5}",  # links, code, papers
     rf"\b(?:{_WORDS}){_AFTER}\d[\d.e-]*(?:(?:,| to| and| or|, \w+) \d[\d.e-]*)*",
-    r"[^.|]*\b(?:[Tt]he paper|[Pp]aper's|published)\b(?:[^.|]|\.(?=\d))*[.|]",  # a sentence on the papers' numbers
+    r"[^.|]*\b(?:[Tt]he paper|[Pp]aper's|published)\b(?:[^.|]|\.(?=\d))*[.|]",  # a sentence about numbers from a paper
     r"\b[1-9.]+e-\d+",  # learning rates and tolerances
     r"(?:[^.]|\.(?=\d))*no record (?:was )?kept",
 )
@@ -33,7 +33,7 @@ _NUMBER = re.compile(
 
 
 def typed(text: str, checked: Iterable[str]) -> list[str]:
-    """Each unchecked number of a page with the words around it."""
+    """Each unchecked number of a page, with the surrounding text."""
     text = re.sub(r"<!-- table.*?<!-- end -->|```.*?```|<[a-z/][^>]*>", "", text, flags=re.DOTALL)
     text = " ".join(re.sub(r"^ {4}.*\n", "", text, flags=re.MULTILINE).split())  # without indented code
     parts = [at.span() for part in checked for at in re.finditer(re.escape(part), text)]

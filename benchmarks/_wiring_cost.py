@@ -1,4 +1,4 @@
-"""Latency and memory of a ViT with some of its skips removed; all wirings in turn in one process."""
+"""Times a ViT with some of its skips removed: latency, training step and memory, with all wirings in turn."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BATCHES = (1, 256)
 
 
 def costs(arguments: dict[str, Any], sites: dict[str, str | None], device: str) -> dict[str, Any]:
-    """A forward pass, eager and as one CUDA graph of a compiled model, and a training step.
+    """Forward pass (eager, and compiled in one CUDA graph) and training step of each wiring.
 
-    `sites` names what is cut, beside the original and a second copy of it, whose ratio is the control.
+    `sites` maps a name to the sites that are cut. The original and a second copy of it, the control, are added.
     """
     torch.manual_seed(0)
     rounds = 200 if device == "cuda" else 5
@@ -42,7 +42,7 @@ def costs(arguments: dict[str, Any], sites: dict[str, str | None], device: str) 
         if device == "cuda":
             steps = {name: captured(torch.compile(model), images) for name, model in models(dtype).items()}
             result[f"compiled, one graph, batch {batch}"] = compare(steps, device, rounds, 0)
-            torch.compiler.reset()  # or the next batch would be compiled for any size
+            torch.compiler.reset()  # otherwise the next batch size would be compiled with dynamic shapes
     images = torch.randn(BATCHES[-1], *shape, device=device)
     steps = {name: training_step(model.train(), model, images) for name, model in models(torch.float32).items()}
     result[f"training step, batch {BATCHES[-1]}"] = compare(steps, device, max(5, rounds // 4), 0)
@@ -58,7 +58,7 @@ def forward(model: Any, images: torch.Tensor) -> Step:
 
 
 def captured(model: Any, images: torch.Tensor) -> Step:
-    """A forward pass that is replayed, so that no launch is waited for."""
+    """A forward pass replayed as a CUDA graph, without launch overhead."""
     step, side = forward(model, images), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -20,8 +20,8 @@ of a final run, about 40 s to build and compile either, and 20 s for what is eva
 to 126 searches and 42 final runs: 30 to 60 minutes with six workers. `--limit` stops in time, begins nothing that would
 not end by then, and the same command goes on; a run that was stopped begins anew.
 
-`--small` takes a GPT-2 of 0.7 million parameters, sequences of 128, 2,048 bytes a step, 400 steps of a search and 1,200
-of a final run.
+`--small` trains a GPT-2 of 0.7 million parameters on sequences of 128, 2,048 bytes a step, 400 steps in a search and
+1,200 in a final run. It does not search weight decay (0.1).
 
 Each text has its own JSON, docs/results/lm-stdlib.json or lm-NAME.json, with the fingerprint of the text in every run.
 """
@@ -50,7 +50,7 @@ WIRINGS: dict[str, Config] = {
     "all cut + init": {"shortcut": "cut", "init": f"skipless:shaped,{CODE}"},
 }
 RATES = {"adamw": 1e-3, "muon": 1e-3, "soap": 4e-3}  # the middle ones; the others are a factor of two apart
-DECAYS = {"adamw": (0.1, 1.0), "muon": (0.1, 1.0), "soap": (0.1, 1.0)}
+DECAYS = (0.1, 1.0)
 EDGES = 3  # how far from the middle rate the search goes, in factors of two
 BASE: Config = {"batch": 64, "steps": 600, "evaluate_every": None, "online_sequences": 2048, "log_every": 50}
 FINAL: Config = {"steps": 3000, "validate": False, "looks": True}
@@ -58,6 +58,7 @@ TINY: Config = {"model_args": "hidden_size=32,num_hidden_layers=2,num_attention_
 SMALL: Config = {"model_args": "hidden_size=96,num_hidden_layers=6,num_attention_heads=3", "context": 128, "batch": 16}
 SMALL |= {"compile": False, "precision": "float32", "online_sequences": 512}
 SMALL_STEPS = {"search": 400, "final": 1200}
+SMALL_RATE, SMALL_DECAYS = 4e-3, (0.1,)
 TINY |= {"steps": 3, "compile": False, "precision": "float32", "online_sequences": 8, "log_every": 1}
 
 
@@ -66,20 +67,20 @@ def config_of(wiring: str, optimizer: str, lr: float, decay: float) -> Config:
     return {**BASE, **own, "validate": True, "seed": 0}
 
 
-def chosen_of(wiring: str, optimizer: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
-    """The runs that a choice still needs, and the choice where it needs none."""
+def chosen_of(wiring: str, optimizer: str, done: dict[str, Any], small: bool) -> tuple[list[Job], Config | None]:
+    """The search runs that are still missing, and the chosen config once none is."""
 
     def job(step: int, decay: float) -> Job:
-        lr = RATES[optimizer] * 2.0**step
+        lr = (SMALL_RATE if small else RATES[optimizer]) * 2.0**step
         return f"search | {wiring} | {optimizer} | {lr:g} | {decay:g}", config_of(wiring, optimizer, lr, decay)
 
-    return search(job, DECAYS[optimizer], EDGES, lambda row: -value(row), done)
+    return search(job, SMALL_DECAYS if small else DECAYS, EDGES, lambda row: -value(row), done)
 
 
-def waiting(done: dict[str, Any]) -> Iterator[Job]:
-    """All that can be begun now, searches first."""
+def waiting(done: dict[str, Any], small: bool) -> Iterator[Job]:
+    """All runs that can start now, searches first."""
     pairs = [*itertools.product(RATES, WIRINGS)]
-    found = {(optimizer, wiring): chosen_of(wiring, optimizer, done) for optimizer, wiring in pairs}
+    found = {(optimizer, wiring): chosen_of(wiring, optimizer, done, small) for optimizer, wiring in pairs}
     for jobs, _ in found.values():
         yield from jobs
     for seed, ((optimizer, wiring), (_, chosen)) in itertools.product(range(2), found.items()):
@@ -133,11 +134,12 @@ def main() -> None:
     data = opened(options.out, settings)
     done = data["runs"]
     if not options.show:
-        data |= about(__file__, options.device, settings, base=BASE, final=FINAL, wirings=WIRINGS, decays=DECAYS)
+        decays = SMALL_DECAYS if options.small else DECAYS
+        data |= about(__file__, options.device, settings, base=BASE, final=FINAL, wirings=WIRINGS, decays=decays)
 
         def jobs() -> list[Job]:
             steps = {kind: {"steps": count} for kind, count in SMALL_STEPS.items() if options.small}
-            todo = [each for each in waiting(done) if each[0] not in done]
+            todo = [each for each in waiting(done, options.small) if each[0] not in done]
             return [(job, {**config, **own, **steps.get(job.split()[0], {})}) for job, config in todo]
 
         def task(job: str, config: Config) -> Config:
