@@ -83,7 +83,7 @@ def run(count: int, seed: int) -> dict[str, Any]:
 
 
 def code() -> str:
-    """A hash of the code that decides an outcome: the room, the cases and the oracle, without docstrings and comments."""
+    """A hash of the code that decides an outcome (the room, cases, oracle), without docstrings and comments."""
     own = Path(__file__).parent
     digest = hashlib.sha256()
     for file in (
