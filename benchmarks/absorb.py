@@ -1,14 +1,14 @@
-"""How long a verdict with its verified certificate takes, and how much memory.
+"""Measures the time and memory of an absorption verdict and of the verification of its certificate.
 
     python benchmarks/absorb.py                    # on the CPU; some minutes
     python benchmarks/absorb.py --device cuda
-    python benchmarks/absorb.py --only growth      # the figure alone
-    python benchmarks/absorb.py --threads 1 --beside OTHER   # CPU seconds, in turns with another checkout
+    python benchmarks/absorb.py --only growth      # only the growth with width, and its figure
+    python benchmarks/absorb.py --threads 1 --beside OTHER   # CPU seconds, alternating with another checkout
 
-The bars: generic weights at 768 > 3072 in 2 s on two cores, heavy-tailed ones in 5 s, a planted positive in 15 s;
-4096 > 16384 in 15 s and 4 GiB on two cores and in 0.1 s on a GPU; the 12 MLPs of a ViT-B and their bare forms in 10 s.
-No other program decides this, so the yardstick is one float64 product W_down W_up of the same size, timed in the same
-process. Every case runs in a process of its own, so that its peak of memory is its own.
+The targets are: generic weights at 768 > 3072 in 2 s on two cores, heavy-tailed ones in 5 s, a planted positive in
+15 s; 4096 > 16384 in 15 s and 4 GiB on two cores and in 0.1 s on a GPU; the 12 MLPs of a ViT-B, with and without their
+norms, in 10 s. No other program solves this problem, so times are compared with one float64 product W_down W_up of the
+same size, timed in the same process. Every case runs in its own process, which makes its peak memory measurable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unskip.absorption import Block, absorb
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = (64, 128, 256, 512, 768)
-# name: (what it is, bar in seconds on the CPU, on a GPU)
+# name: (description, target in seconds on the CPU, on a GPU)
 CASES: dict[str, tuple[str, float | None, float | None]] = {
     "generic": ("768 > 3072, gelu, float32, N(0, 0.02)", 2.0, None),
     "trained-scale": ("768 > 3072, gelu, float32, N(0, 2): the trace test does not fire", 2.0, None),
@@ -75,7 +75,7 @@ def block(case: str, device: str, d: int = 768) -> Block:
 
 
 def clock(device: str) -> float:
-    """Seconds; on one thread those of the CPU, which other programs on the machine do not lengthen."""
+    """The time in seconds; CPU time if there is one thread, since other load on the machine does not change it."""
     if device == "cuda":
         torch.cuda.synchronize()
     elif torch.get_num_threads() == 1:
@@ -84,7 +84,7 @@ def clock(device: str) -> float:
 
 
 def measure(case: str, device: str, d: int = 768) -> dict[str, Any]:
-    """One case: seconds for the verdict and for checking it, and the peak of memory."""
+    """Measures one case: seconds of the verdict and of its verification, and peak memory."""
     if case == "vit-b":
         import timm
 
@@ -96,13 +96,13 @@ def measure(case: str, device: str, d: int = 768) -> dict[str, Any]:
         verified = scan.verify()
         out: dict[str, Any] = {"status": scan.counts(), "sites": len(scan)}
     else:
-        asked = block(case, device, d)
-        for first in ("generic", "trained-scale"):  # imports and first kernels are not what is measured
+        target = block(case, device, d)
+        for first in ("generic", "trained-scale"):  # warm-up: imports and first kernel launches
             absorb(block(first, device, 256)).verify()
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start = clock(device)
-        verdict = absorb(asked)
+        verdict = absorb(target)
         middle = clock(device)
         verified = verdict.verify()
         certificate = verdict.certificate
@@ -117,7 +117,7 @@ def measure(case: str, device: str, d: int = 768) -> dict[str, Any]:
     if device == "cuda":
         out["peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if case != "vit-b":
-        up, down = asked.up.double(), asked.down.double()
+        up, down = target.up.double(), target.down.double()
         start = clock(device)
         down @ up
         out["product_seconds"] = clock(device) - start
@@ -126,7 +126,7 @@ def measure(case: str, device: str, d: int = 768) -> dict[str, Any]:
 
 
 def apart(case: str, device: str, d: int = 768, tree: Path = ROOT) -> dict[str, Any]:
-    """The case in a process of its own, with the sources of a tree."""
+    """Measures a case in a new process, with the sources of a checkout."""
     command = [sys.executable, __file__, "--device", device, "--case", case, "--d", str(d)]
     paths = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=paths)
@@ -134,7 +134,7 @@ def apart(case: str, device: str, d: int = 768, tree: Path = ROOT) -> dict[str, 
 
 
 def beside(case: str, device: str, other: Path, times: int = 3) -> dict[str, Any]:
-    """This tree and another one in turns: the best time of each, and their ratio."""
+    """Runs this checkout and another one alternately; returns the best time of each and their ratio."""
     mine, theirs = [], []
     for _ in range(times):
         mine.append(apart(case, device))
@@ -171,7 +171,7 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def write(path: Path, data: dict[str, Any], device: str) -> None:
-    """After every case, so that a run that is cut off keeps what it has."""
+    """Writes the JSON; called after every case, so that an interrupted run keeps its results."""
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine() + " CPU"
     about = {
         "script": "benchmarks/absorb.py",
@@ -187,12 +187,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", help="one case, or growth")
-    parser.add_argument("--beside", type=Path, help="another checkout, run in turns with this one")
-    parser.add_argument("--figure", action="store_true", help="draw what the JSON holds, and measure nothing")
+    parser.add_argument("--beside", type=Path, help="another checkout, run alternately with this one")
+    parser.add_argument("--figure", action="store_true", help="draw the figure from the JSON without measuring")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--d", type=int, default=768, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="where the JSON goes")
-    parser.add_argument("--threads", type=int, help="of the CPU; with 1 the times are CPU seconds")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="folder of the JSON")
+    parser.add_argument("--threads", type=int, help="CPU threads; with 1 the times are CPU seconds")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

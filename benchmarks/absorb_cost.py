@@ -1,12 +1,12 @@
-"""What a skip costs at inference, and what it is worth to be rid of it: latency, peak activation memory, FLOPs.
+"""Measures the cost of skips at inference: latency, peak activation memory and FLOPs with and without them.
 
     python benchmarks/absorb_cost.py                  # writes docs/results/absorb-cost-cpu.json
     python benchmarks/absorb_cost.py --device cuda    # writes docs/results/absorb-cost-gpu.json
 
-A block without norms, one with a norm before its MLP, and a ViT, each with its MLP skips, without them (cut, which is
-also what an absorbed block of the same width costs), and widened by d units. The variants take turns in one process;
-a time is the median over the turns, and its ratio is to the variant with skips in the same turn. On the CPU one thread
-runs, and its CPU seconds are taken, which other programs on the machine do not lengthen.
+It compares a block without norms, one with a norm before its MLP, and a ViT, each with its MLP skips, without them
+(cut, which costs the same as an absorbed block of the same width), and widened by d units. The variants alternate in
+one process. A time is the median over the turns, and its ratio is to the variant with skips in the same turn. On the
+CPU it runs one thread and reports CPU seconds, which do not depend on other load on the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Block(nn.Module):
-    """x + MLP(x), or MLP(x); with a norm before the MLP if asked for."""
+    """x + MLP(x), or MLP(x) without the skip; optionally with a norm before the MLP."""
 
     def __init__(self, d: int, h: int, skip: bool, norm: bool) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class Block(nn.Module):
         return x + branch if self.skip else branch
 
 
-class Held(TorchDispatchMode):
-    """The most bytes of new tensors that are alive at a time."""
+class PeakMemory(TorchDispatchMode):
+    """Tracks the peak number of bytes of live tensors that were created in this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,22 +56,22 @@ class Held(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for made in (x for x in tree_leaves(out) if isinstance(x, Tensor)):
-            place, size = made.untyped_storage().data_ptr(), made.untyped_storage().nbytes()
-            if place in given and place not in self.users:
+        inputs = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for created in (x for x in tree_leaves(out) if isinstance(x, Tensor)):
+            pointer, size = created.untyped_storage().data_ptr(), created.untyped_storage().nbytes()
+            if pointer in inputs and pointer not in self.users:
                 continue  # a view of a weight or of the input
-            self.users[place] = self.users.get(place, 0) + 1
-            if self.users[place] == 1:
+            self.users[pointer] = self.users.get(pointer, 0) + 1
+            if self.users[pointer] == 1:
                 self.now += size
                 self.peak = max(self.peak, self.now)
-            weakref.finalize(made, self._drop, place, size)
+            weakref.finalize(created, self._drop, pointer, size)
         return out
 
-    def _drop(self, place: int, size: int) -> None:
-        self.users[place] -= 1
-        if not self.users[place]:
-            del self.users[place]
+    def _drop(self, pointer: int, size: int) -> None:
+        self.users[pointer] -= 1
+        if not self.users[pointer]:
+            del self.users[pointer]
             self.now -= size
 
 
@@ -83,13 +83,13 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with Held() as held:
+    with PeakMemory() as tracked:
         run()
-    return held.peak
+    return tracked.peak
 
 
 def compare(variants: dict[str, nn.Module], x: Tensor, turns: int, device: str) -> dict[str, Any]:
-    """Times of the variants in turns; the first is what the others are compared with."""
+    """Times the variants alternately; ratios are to the first variant."""
 
     def once(model: nn.Module) -> float:
         if device == "cuda":
@@ -126,12 +126,12 @@ def compare(variants: dict[str, nn.Module], x: Tensor, turns: int, device: str) 
 
 
 def flops(d: int, h: int, tokens: int, skip: bool) -> int:
-    """Of one block: two products, and the addition of the skip."""
+    """FLOPs of one block: two matrix products, and the addition of the skip."""
     return tokens * (4 * d * h + (d if skip else 0))
 
 
 def products(model: nn.Module, x: torch.Tensor) -> int:
-    """FLOPs of a model's matrix products and attentions."""
+    """FLOPs of the matrix products and attention of a model."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
@@ -142,10 +142,10 @@ def products(model: nn.Module, x: torch.Tensor) -> int:
 def blocks(d: int, norm: bool, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
     torch.manual_seed(0)
     h = 4 * d
-    made = {"skip": Block(d, h, True, norm), "cut or absorbed": Block(d, h, False, norm)}
+    created = {"skip": Block(d, h, True, norm), "cut or absorbed": Block(d, h, False, norm)}
     if not norm:
-        made["widened by d"] = Block(d, h + d, False, norm)
-    return {name: model.to(device, dtype).eval() for name, model in made.items()}
+        created["widened by d"] = Block(d, h + d, False, norm)
+    return {name: model.to(device, dtype).eval() for name, model in created.items()}
 
 
 def models(name: str, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
@@ -167,7 +167,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=101)
     parser.add_argument("--d", type=int, default=768)
     parser.add_argument("--model", default="vit_small_patch16_224")
-    parser.add_argument("--batches", type=int, nargs="+", default=None, help="images; 1 and 32 on the CPU, 1 and 256")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=None,
+        help="images per batch (default 1 and 32 on the CPU, 1 and 256 on a GPU)",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args()
     device = options.device

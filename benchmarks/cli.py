@@ -1,7 +1,7 @@
-"""How long `unskip --help` takes beside importing torch: python benchmarks/cli.py
+"""Compares the time of `unskip --help` with that of importing torch: python benchmarks/cli.py
 
-A help that imports torch takes at least as long as the import. Every command runs in a process of its own, in turns
-with the others, and the median of five is printed.
+If the help imported torch, it would take at least as long as the import. Every command runs in a new process,
+alternating with the others, and the median of five runs is printed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def main() -> None:
             begin = perf_counter()
             subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
             seconds[name].append(perf_counter() - begin)
-    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first fills the caches
+    medians = {
+        name: statistics.median(values[1:]) for name, values in seconds.items()
+    }  # the first run fills the caches
     torch = medians["python -c 'import torch'"]
     for name, median in medians.items():
         print(f"{name:<26} {median:6.3f} s   {median / torch:5.2f} of importing torch")

@@ -1,13 +1,13 @@
-"""How well-conditioned a transformer is before its first step, with skips, without, and with each part of the init.
+"""Measures the conditioning of transformers at initialisation: with skips, without, and with each part of the init.
 
     python benchmarks/conditioning.py                              # three small language models, on the CPU
-    python benchmarks/conditioning.py --device cuda --limit 420    # and timm ViT-S and ViT-B at 64 px
+    python benchmarks/conditioning.py --device cuda --limit 420    # also timm ViT-S and ViT-B at 64 px
 
-For every model and variant, on one image or sequence: the exact singular values of the Jacobian of chosen attention
-branches with respect to their normalised input, of sub-layers with respect to their stream, and of the whole stack; and
-beside them self-attention, the condition of W_V W_O and how alike the tokens are by depth. The stack's are also
-estimated matrix-free, for comparison. The JSON is written after each step; a run that is cut off goes on where it
-stopped.
+For every model and variant, on one image or sequence, the script computes the exact singular values of the Jacobian of
+chosen attention branches with respect to their normalised input, of sub-layers with respect to the residual stream, and
+of the whole stack of blocks; and also self-attention, the condition number of W_V W_O, and the cosine similarity of the
+tokens by depth. Singular values of the stack are also estimated matrix-free, for comparison. The JSON is written after
+each variant; an interrupted run continues when it is started again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unskip.anatomy import Sample, example_for, trace_parts
 from unskip.measures import jacobian_spectrum, self_attention_mass
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-VARIANTS: dict[str, tuple[bool, tuple[str, ...]]] = {  # name: (cut, parts of the initialisation, and centre)
+VARIANTS: dict[str, tuple[bool, tuple[str, ...]]] = {  # name: (skips cut, parts of the initialisation)
     "residual": (False, ()),
     "skipless": (True, ()),
     "skipless + init": (True, ("value-output", "query-key", "mlp")),
@@ -53,7 +53,7 @@ def timm_model(name: str) -> Callable[[], tuple[nn.Module, object]]:
 
 
 def hf_model(kind: str) -> Callable[[], tuple[nn.Module, object]]:
-    """A random model of 8 blocks, 192 wide, in the shape of a well-known one, on 12 tokens."""
+    """A small transformers model (8 blocks, width 192) with random weights, and an example of 12 tokens."""
 
     def make() -> tuple[nn.Module, object]:
         import transformers as hf
@@ -72,7 +72,7 @@ def hf_model(kind: str) -> Callable[[], tuple[nn.Module, object]]:
     return make
 
 
-# name: (how to build it, the constants of its init, which blocks are decomposed)
+# name: (function that builds it, init preset, relative depths of the blocks whose Jacobians are decomposed)
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, object]], str, tuple[float, ...]]] = {
     "gpt2-shaped": (hf_model("gpt2"), "vit-base", (0, 0.5, 1)),
     "bert-shaped": (hf_model("bert"), "vit-base", (0, 0.5, 1)),
@@ -83,7 +83,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, object]], str, tuple[float
 
 
 def study(name: str, variant: str, device: str) -> dict[str, Any]:
-    """All numbers of one model in one variant."""
+    """The results of one model in one variant."""
     make, preset, depths = MODELS[name]
     cut, parts = VARIANTS[variant]
     torch.manual_seed(0)
@@ -107,9 +107,9 @@ def study(name: str, variant: str, device: str) -> dict[str, Any]:
     for block in blocks:
         last = [site for site in sample.sites if site.block == block][-1]
         x = sample.sum(last)[0].double()
-        alike = torch.nn.functional.cosine_similarity(x[:, None], x[None], dim=-1)
+        similarity = torch.nn.functional.cosine_similarity(x[:, None], x[None], dim=-1)
         count = len(x)
-        mean = float((alike.sum() - count) / (count * (count - 1)))
+        mean = float((similarity.sum() - count) / (count * (count - 1)))
         result["tokens"].append({"block": block, "mean_cosine": mean})
     for site in sample.sites:
         row: dict[str, Any] = {"site": site.index, "path": site.path, "kind": site.kind}
@@ -127,9 +127,9 @@ def study(name: str, variant: str, device: str) -> dict[str, Any]:
     return result
 
 
-def spectrum(function: Any, value: torch.Tensor, lost: int, compare: bool = False) -> dict[str, Any]:
+def spectrum(function: Any, value: torch.Tensor, null: int, compare: bool = False) -> dict[str, Any]:
     start = time.perf_counter()
-    result = jacobian_spectrum(function, value, exact=True, null=lost)
+    result = jacobian_spectrum(function, value, exact=True, null=null)
     assert result.values is not None
     data = result.to_dict()
     flipped = result.values.flip(0)
@@ -137,32 +137,32 @@ def spectrum(function: Any, value: torch.Tensor, lost: int, compare: bool = Fals
     data["seconds"] = round(time.perf_counter() - start, 2)
     if compare:
         start = time.perf_counter()
-        free = jacobian_spectrum(function, value, exact=False, null=lost)
+        free = jacobian_spectrum(function, value, exact=False, null=null)
         data["matrix_free"] = free.to_dict() | {"seconds": round(time.perf_counter() - start, 2)}
     return data
 
 
 def figure(data: dict[str, Any], file: Path) -> None:
-    """Of ViT-S: singular values of the whole model, token cosine by block, condition of attention sub-layers."""
+    """Draws, for ViT-S, the singular values of the model, token cosines by block and the condition of attention."""
     from _study import drawing
 
     pyplot = drawing("conditioning")
     drawn = ("residual", "skipless", "skipless + init", "skipless + init, centred")
     singular = 1e18
-    grid, (spectrum, alike, condition) = pyplot.subplots(1, 3, figsize=(11, 3.8), constrained_layout=True)
+    grid, (spectrum, similarity, condition) = pyplot.subplots(1, 3, figsize=(11, 3.8), constrained_layout=True)
     for variant in drawn:
         result = data["results"]["vit_small_patch16_224 at 64 px"][variant]
         curve, top = result["network"]["curve"], result["network"]["sigma_max"]
         heights = [max(value / top, 1 / singular) for value in curve.values()]
         spectrum.semilogy([float(share) for share in curve], heights, label=variant)
         cosines = [row["mean_cosine"] for row in result["tokens"]]
-        alike.plot(range(1, len(cosines) + 1), cosines)
+        similarity.plot(range(1, len(cosines) + 1), cosines)
         blocks = [row["block"] for row in result["tokens"]]
         rows = [row for row in result["sites"] if "sublayer" in row and row["kind"] == "attention"]
         places = [[f"{row['path']}.".startswith(f"{block}.") for block in blocks].index(True) + 1 for row in rows]
         condition.semilogy(places, [row["sublayer"]["condition"] or singular for row in rows], marker="o")
     spectrum.set(title="singular values of the model / largest", xlabel="share of directions")
-    alike.set(title="mean cosine between tokens", xlabel="block")
+    similarity.set(title="mean cosine between tokens", xlabel="block")
     condition.set(title="condition of attention (1e18: singular)", xlabel="block")
     grid.legend(*spectrum.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -172,11 +172,13 @@ def figure(data: dict[str, Any], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="start nothing new after this many seconds")
-    parser.add_argument("--models", nargs="*", choices=[*MODELS], help="some of the models (default by device)")
-    parser.add_argument("--variants", nargs="*", choices=[*VARIANTS], default=[*VARIANTS], help="some of the variants")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes (default docs/results)")
-    parser.add_argument("--figure", type=Path, help="draw the JSON into this file, and measure nothing")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="start no further variant after this many seconds"
+    )
+    parser.add_argument("--models", nargs="*", choices=[*MODELS], help="only these models (default by device)")
+    parser.add_argument("--variants", nargs="*", choices=[*VARIANTS], default=[*VARIANTS], help="only these variants")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON (default docs/results)")
+    parser.add_argument("--figure", type=Path, help="draw the figure from the JSON into this file without measuring")
     options = parser.parse_args()
     if options.figure:
         figure(json.loads((options.out / "conditioning.json").read_text()), options.figure)
@@ -184,8 +186,8 @@ def main() -> None:
     models = options.models or [name for name in MODELS if options.device == "cuda" or not name.startswith("vit")]
     file = options.out / "conditioning.json"
     data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"results": {}}
-    made = made_with(__file__, options.device)
-    data["script"] = made.pop("script")
+    metadata = made_with(__file__, options.device)
+    data["script"] = metadata.pop("script")
     data["seed"] = {"weights": 0, "input": 1}
     data["protocol"] = "one sample of noise (images) or random token ids, run in float32; built Jacobians in float64"
     begun = time.perf_counter()
@@ -194,10 +196,10 @@ def main() -> None:
             if variant in data["results"].setdefault(name, {}):
                 continue
             if time.perf_counter() - begun > options.limit:
-                print("time is up; the rest is left for the next run")
+                print("time limit reached; run again for the remaining variants")
                 return
             start = time.perf_counter()
-            result = study(name, variant, options.device) | made
+            result = study(name, variant, options.device) | metadata
             data["results"][name][variant] = result
             write_json(file, data)
             network = result["network"]

@@ -1,25 +1,26 @@
-"""What does it cost to take the skips out of a trained classifier? Four ways, three choices of sites, three lengths.
+"""Measures what removing skips costs a trained classifier: four ways, three choices of sites, three lengths.
 
 python benchmarks/convert.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 8 --limit 540 --begin
-python benchmarks/convert.py                                            # digits on the CPU, a few steps a run
+python benchmarks/convert.py                                            # digits on the CPU, a few steps per run
 
-A residual classifier is trained for 100 epochs, or reused where --runs holds it from an earlier call. From its weights
-the skips of the MLPs, of attention, or all are removed, over 1, 5 and 20 epochs of fine-tuning:
+A residual classifier is trained for 100 epochs, or reused if --runs contains one from an earlier call. The skips of its
+MLPs, of attention, or all skips are removed during 1, 5 or 20 epochs of fine-tuning:
 
 at once                the skips are cut from the first step on
 annealed               from 1 to 0 over the first half of the steps
-annealed, distilled    the same, and the original's outputs in place of the labels
+annealed, distilled    the same, with the outputs of the original as targets instead of the labels
 site by site           one site after the other, from the last to the first, over the first half of the steps
 
-The control is fine-tuned for as long with its skips. For each choice of sites and each way the learning rate is chosen
-at 5 epochs on a tenth of the training set that is held out, and that the original of the search has not seen either; a
-best rate at the edge adds the next one. There is one original; seeds are those of fine-tuning. Accuracy with 8 bits is
-that of quantised-accuracy-v1 with a range for each tensor. Latency and memory depend on the wiring alone: they are
-measured first, all wirings in turn in one process, with nothing beside them.
+The control is fine-tuned for the same number of epochs with its skips. For each choice of sites and each way, the
+learning rate is chosen at 5 epochs on a held-out tenth of the training set, which the original used in the search was
+not trained on either; if the best rate is at the edge of the grid, the grid is extended. There is one original; seeds
+are those of fine-tuning. Accuracy with 8 bits is that of quantised-accuracy-v1 with one range per tensor. Latency and
+memory depend only on the wiring: they are measured first, alternating between wirings in one process, while nothing
+else runs.
 
 Estimated on one H200: 35 million images for the first seed, 15 minutes at 40,000 images/s of 8 workers, and about 5
-minutes for compiling and evaluating; 8 minutes for the second seed. Each result is added to the JSON when it is there:
-the same command goes on.
+minutes for compiling and evaluating; 8 minutes for the second seed. Each result is written to the JSON as soon as it is
+available; to continue, run the same command again.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ WAYS: dict[str, Config] = {
 KEPT = ("none", "kept")  # the control
 PAIRS = [KEPT, *itertools.product(SITES, WAYS)]
 EPOCHS = (1, 5, 20)
-SEARCHED = 5  # epochs of the runs that choose a learning rate
-RATE, FACTOR, EDGES = 1e-3, 3.0, 2  # the middle rate, the step between rates, and how many steps from the middle
+SEARCHED = 5  # epochs in the learning-rate search
+RATE, FACTOR, EDGES = 1e-3, 3.0, 2  # the grid: middle rate, factor between rates, and most steps from the middle
 SEEDS = (0, 1)  # of fine-tuning; the original has seed 0
 DECAY = 0.3
 ORIGINAL = {"lr": 3e-3, "init": "default:position_code=orthogonal"}
 SHARED: Config = {"optimizer": "soap", "weight_decay": DECAY, "decays": "blocks", "mixup": 0.8, "cutmix": 1.0}
 SHARED |= {"health": False, "log_every": 40}
-# By preset: the shape of the model, images and batch, the steps of the original and of each length, and the patches.
+# By preset: model shape, (images, batch), steps of the original (100 epochs) and of each length, input format.
 SHAPES = {"digits": (2, 32, 2), "cifar": (12, 192, 3)}  # depth, width, heads
 IMAGES = {"digits": (1438, 64), "cifar": (50_000, 512)}
 STEPS = {"digits": {100: 20, 1: 4, 5: 6, 20: 8}}
@@ -84,7 +85,7 @@ def converted(preset: str, sites: str, way: str, lr: float, epochs: int, validat
 
 
 def chosen_of(preset: str, sites: str, way: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
-    """The runs that the choice of a rate still needs, and the choice where it needs none."""
+    """The runs that the learning-rate search still needs, and the best config once it is complete."""
 
     def job(step: int, decay: float) -> Job:
         lr = float(f"{RATE * FACTOR**step:.2g}")
@@ -94,14 +95,14 @@ def chosen_of(preset: str, sites: str, way: str, done: dict[str, Any]) -> tuple[
 
 
 def original_of(preset: str, validate: bool) -> Job:
-    """The residual classifier, trained on all images or without those that are held out."""
+    """The run of the residual classifier, trained on all images or without the held-out ones."""
     steps = steps_of(preset, 100, validate)
     name = "a tenth held out" if validate else "all images"
     return f"original | {name}", {**ORIGINAL, "steps": steps, "validate": validate, "seed": 0}
 
 
 def waiting(preset: str, runs: Path, done: dict[str, Any]) -> Iterator[Job]:
-    """All that can be begun now. The cost is measured before anything else, alone."""
+    """Yields the runs that can start now. The cost is measured first, while nothing else runs."""
     if "cost" not in done:
         yield "cost", {}
         return
@@ -129,7 +130,7 @@ def place(runs: Path, preset: str, name: str, config: Config) -> Path:
 
 
 def work(task: Config) -> dict[str, Any] | None:
-    """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
+    """Trains or resumes one run in this process; None if it was stopped."""
     warnings.simplefilter("ignore")
     kinds = {"cost": measured, "original": original}
     unrecorded = ("name", "preset", "data", "device", "folder", "weights")
@@ -137,7 +138,7 @@ def work(task: Config) -> dict[str, Any] | None:
 
 
 def trained(task: Config) -> tuple[Any, dict[str, Any]]:
-    """The outcome of a run of the recipe, and what is recorded of it."""
+    """Trains the recipe; returns its outcome (None if it diverged) and the record."""
     import unskip
     from unskip.training import RunFolder
 
@@ -158,7 +159,7 @@ def trained(task: Config) -> tuple[Any, dict[str, Any]]:
 
 
 def original(task: Config) -> dict[str, Any] | None:
-    """Trains a residual classifier, whose folder stays; its accuracy with skips cut and no training, too."""
+    """Trains a residual classifier and keeps its folder; also measures accuracy with skips cut, without training."""
     import unskip
 
     outcome, result = trained(task)
@@ -177,7 +178,7 @@ def original(task: Config) -> dict[str, Any] | None:
 
 
 def tuned(task: Config) -> dict[str, Any] | None:
-    """Fine-tunes from the original's weights; of a final run the accuracy after rounding, too."""
+    """Fine-tunes the weights of the original; for a final run, also measures quantised accuracy."""
     import unskip
 
     outcome, result = trained(task)
@@ -188,7 +189,7 @@ def tuned(task: Config) -> dict[str, Any] | None:
         if not task["validate"]:
             _, rounded = unskip.recipes.evaluate_run(task["folder"], [QUANTISED])
             result |= {"quantised": values(rounded[0]), "n": rounded[0].n}
-    shutil.rmtree(task["folder"])  # what is shown lies in the JSON
+    shutil.rmtree(task["folder"])  # all that is reported is in the JSON
     return result
 
 
@@ -204,7 +205,7 @@ def values(result: Any) -> dict[str, float]:
 
 
 def digest(run: str) -> str:
-    """Tells which original a run comes from."""
+    """A hash of the weights of a run, which identifies the original."""
     from unskip.training import RunFolder
 
     last = RunFolder.open(run).last_checkpoint()
@@ -216,7 +217,7 @@ def device_of(model: Any) -> Any:
     return next(model.parameters()).device
 
 
-# --- What it shows ----------------------------------------------------------------------------------------------------
+# --- Results ----------------------------------------------------------------------------------------------------------
 
 
 def tell(name: str, row: dict[str, Any]) -> str:
@@ -229,7 +230,7 @@ def tell(name: str, row: dict[str, Any]) -> str:
 
 
 def table(done: dict[str, Any]) -> str:
-    """Accuracy by sites, way and length, then the cost of each wiring."""
+    """Markdown tables: accuracy by sites, way and length, then the cost of each wiring."""
     lines = [
         "| skips removed | how | lr | 1 epoch | 5 epochs | 20 epochs | 8 bits, 20 epochs | seeds |",
         "|---" * 8 + "|",
@@ -269,7 +270,7 @@ def costs_in(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def spread(values: list[float]) -> str:
-    """The mean, and the standard deviation where there are several."""
+    """The mean, and the standard deviation if there are several values."""
     if not values:
         return ""
     deviation = f" ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else ""
