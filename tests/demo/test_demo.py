@@ -1,4 +1,4 @@
-"""The demo shows what it claims, says what its runs showed, and fails aloud where a claim does not hold."""
+"""The demo: its text matches its runs, it can be interrupted, and a failed check gives exit code 1."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tests.report.runs import folder
 
 from unskip import cli, demo
 from unskip.demo import Scale, _knob, _train
-from unskip.demo._compare import compared
+from unskip.demo._compare import compare
 from unskip.errors import TrainingError
 from unskip.recipes import cached_opener
 from unskip.report import read
@@ -22,24 +22,24 @@ SMALL = {"model_args": "depth=2,embed_dim=16,num_heads=2", "log_every": 4, "devi
 TINY = Scale({"steps": 8, **SMALL}, (0, 1))
 
 
-def test_knob() -> None:
+def test_rewiring_the_small_vit() -> None:
     lines: list[str] = []
-    assert _knob.turn(lines.append)
+    assert _knob.rewire_small_vit(lines.append)
     text = "\n".join(lines)
     assert "VisionTransformer: 8 residual sites" in text
     assert "VisionTransformer: 8 governed sites of 8" in text
     assert "effective decay 0.15, above the paper's band" in text
     assert "decay:product=0.005   last alpha 0.177" in text
-    assert lines[-1] == "It is the same bit for bit."
+    assert lines[-1] == "It is equal bit for bit."
 
-    torch.manual_seed(2)  # it shows the same, whatever the seed
+    torch.manual_seed(2)  # the global seed has no effect
     again: list[str] = []
-    assert _knob.turn(again.append)
+    assert _knob.rewire_small_vit(again.append)
     assert again == lines
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # after eight steps nothing has been learned
+@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # eight steps are too few to learn
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "QUICK", TINY)
     out = tmp_path / "a folder" / "demo"
@@ -54,28 +54,29 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     }
     assert {tuple(run.seed for run in group.runs) for group in groups.values()} == {(0, 1)}
     assert {run.state for group in groups.values() for run in group.runs} == {"finished, 8 steps"}
-    # The numbers of the text are those of the runs.
+    # The accuracies in the text are those of the runs.
     for group in groups.values():
         mean = sum(run.evals[-1]["test_accuracy"] for run in group.runs) / 2
         assert f"{mean:.3f} ± " in text
-    assert text.count("it holds.") == 2
+    assert text.count("Verified from the weights") == 2
     page = out / "report.html"
     assert f"Open {page.resolve()} in a browser" in text
     assert page.read_text().count('class="chart"') > 10
 
 
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
-def test_stopped(tmp_path: Path) -> None:
-    """Ctrl-C in a run: the run is left with a checkpoint, and the demo says where."""
+def test_an_interrupted_run_keeps_a_checkpoint_and_the_demo_prints_how_to_resume(tmp_path: Path) -> None:
+
     out, lines = tmp_path / "demo", list[str]()
     endless = Scale({**TINY.fields, "steps": 10**6, "log_every": 1}, (0, 1))
     log = out / "skips-kept" / "seed-0" / "metrics.jsonl"
     done = threading.Event()
 
     def interrupt() -> None:
-        while not log.exists() and not done.wait(0.05):
-            pass
-        os.kill(os.getpid(), signal.SIGINT)
+        while not done.wait(0.05):
+            if log.exists():
+                os.kill(os.getpid(), signal.SIGINT)
+                return
 
     threading.Thread(target=interrupt, daemon=True).start()
     try:
@@ -89,32 +90,32 @@ def test_stopped(tmp_path: Path) -> None:
     assert group.runs[0].checkpoint == group.runs[0].step > 0
 
 
-def test_stopped_before_any_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_before_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(write: object) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_knob, "turn", interrupted)
+    monkeypatch.setattr(_knob, "rewire_small_vit", interrupted)
     lines: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         demo.run(tmp_path / "demo", lines.append, TINY)
-    assert lines[-1] == "\nStopped, before any run had begun."
-    with pytest.raises(KeyboardInterrupt):  # the empty folder is taken again
+    assert lines[-1] == "\nStopped before the first run."
+    with pytest.raises(KeyboardInterrupt):  # the empty folder is used again
         demo.run(tmp_path / "demo", lines.append, TINY)
     assert [each.name for each in tmp_path.iterdir()] == ["demo"]
 
 
-def test_stopped_between_runs(tmp_path: Path) -> None:
-    """A run that is finished needs no resuming, and a name with a blank is quoted."""
+def test_interrupted_between_runs(tmp_path: Path) -> None:
+    """A finished run has no resume command, and a path with a space is quoted."""
     out = tmp_path / "a b"
     folder(out / "skips-kept", steps=30, weights=(1.0,))
-    assert demo._stopped(out, demo.SMALL.runs) == (
-        f"Stopped. {out} holds 1 of 9 runs; `unskip report '{out}'` shows them. The demo itself begins anew."
+    assert demo._stopped_message(out, demo.SMALL.runs) == (
+        f"Stopped. {out} has 1 of 9 runs; `unskip report '{out}'` shows them. `unskip demo` starts from the beginning."
     )
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
-def test_a_run_that_fails_is_said_and_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_is_reported_and_the_others_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = _train.train
 
     def failing(config: Any, out: Path, quiet: bool, opener: Any) -> Any:
@@ -133,7 +134,9 @@ def test_a_run_that_fails_is_said_and_passed_over(tmp_path: Path, monkeypatch: p
     assert demo._absorb.decide(None, lines.append)
 
 
-def test_the_page_is_opened_where_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_opened_in_a_browser_only_from_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import webbrowser
 
     pages: list[str] = []
@@ -150,11 +153,11 @@ def test_the_page_is_opened_where_somebody_looks(tmp_path: Path, monkeypatch: py
     assert cli.main(["demo"]) == 1
 
 
-def test_what_is_said_of_two_accuracies() -> None:
-    assert compared("kNN", [0.5], [0.6], 10_000) == "kNN: 0.500 without, 0.600 with, which is higher by 0.100 (±0.014)."
-    assert compared("kNN", [0.6], [0.5], 10_000).endswith("lower by 0.100 (±0.014).")
-    assert "The difference, +0.010, may be chance: 100 test images give ±0.141." in compared("kNN", [0.5], [0.51], 100)
-    assert "may be chance" in compared("kNN", [1.0], [1.0], 10)
+def test_compare_two_accuracies() -> None:
+    assert compare("kNN", [0.5], [0.6], 10_000) == "kNN: 0.500 without, 0.600 with, which is higher by 0.100 (±0.014)."
+    assert compare("kNN", [0.6], [0.5], 10_000).endswith("lower by 0.100 (±0.014).")
+    assert "The difference, +0.010, may be chance: 100 test images give ±0.141." in compare("kNN", [0.5], [0.51], 100)
+    assert "may be chance" in compare("kNN", [1.0], [1.0], 10)
 
 
 @pytest.mark.parametrize(
@@ -168,24 +171,24 @@ def test_what_is_said_of_two_accuracies() -> None:
         ((None, None, None), ["With its skips: training failed"], ["chance", "higher"]),
     ],
 )
-def test_accuracies_in_words(accuracies: tuple[float | None, ...], expected: list[str], absent: list[str]) -> None:
-    kept, cut, begun = ([] if value is None else [value] for value in accuracies)
-    text = "\n".join(_train.describe_skips(kept, cut, begun, classes=10, images=10_000))
+def test_describe_skips(accuracies: tuple[float | None, ...], expected: list[str], absent: list[str]) -> None:
+    kept, cut, initialised = ([] if value is None else [value] for value in accuracies)
+    text = "\n".join(_train.describe_skips(kept, cut, initialised, classes=10, images=10_000))
     assert [words for words in expected if words not in text] == []
     assert [words for words in absent if words in text] == []
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    assert demo._made(tmp_path / "demo") == tmp_path / "demo"
-    assert demo._made(tmp_path / "demo") == tmp_path / "demo"  # there is nothing in it
+def test_an_existing_demo_is_not_overwritten(tmp_path: Path) -> None:
+    assert demo._new_folder(tmp_path / "demo") == tmp_path / "demo"
+    assert demo._new_folder(tmp_path / "demo") == tmp_path / "demo"  # it is empty
     for name in ("demo", "demo-2"):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "something").touch()
-    assert demo._made(tmp_path / "demo") == tmp_path / "demo-3"
+    assert demo._new_folder(tmp_path / "demo") == tmp_path / "demo-3"
 
 
 @pytest.mark.parametrize("name", ["file/demo", "/proc/demo"])
-def test_a_folder_that_cannot_be_written(
+def test_an_unwritable_folder_is_refused(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -196,7 +199,7 @@ def test_a_folder_that_cannot_be_written(
     assert "choose another folder with --out" in shown.err
 
 
-def test_figures_that_cannot_be_drawn_end_it_at_once(tmp_path: Path) -> None:
+def test_missing_matplotlib_is_reported_before_any_run(tmp_path: Path) -> None:
     broken = "import sys; sys.modules['matplotlib'] = None; from unskip import cli; sys.exit(cli.main(['demo']))"
     code, out, err = python_in(tmp_path, broken)
     assert (code, out, err.count("\n")) == (2, "", 1)

@@ -1,4 +1,4 @@
-"""The knob: find the residuals of a small model, weaken them, take it back."""
+"""Finds the residual additions of a small model, weakens and cuts them, and undoes it."""
 
 from __future__ import annotations
 
@@ -12,50 +12,48 @@ from unskip.anatomy import audit
 from unskip.wiring import Cut, Decay, rewire
 
 
-def turn(write: Callable[[str], object]) -> bool:
-    """Shows it on a small timm ViT with random weights. True where the output moved and, undone, is the same bit for
-    bit.
-    """
+def rewire_small_vit(write: Callable[[str], object]) -> bool:
+    """Rewires a small random timm ViT. True if that changes the output, and `undo` restores it bit for bit."""
     model = small_vit()
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     before = _output(model, images)
 
-    write("A vision transformer adds x + f(x) twice a block. unskip finds these additions in the model as it runs:\n")
+    write("Each block of a vision transformer adds x + f(x) twice. unskip finds these additions by a trace:\n")
     write(f"{audit(model)}\n")
 
     write(
-        "Rewired in place, each of them becomes alpha * x + beta * f(x). With Decay(0.6), alpha falls with depth from "
+        "`rewire` turns each into alpha * x + beta * f(x), in place. With Decay(0.6), alpha falls with depth from "
         "1 to 0.6:\n"
     )
     wiring = rewire(model, Decay(0.6))
     write(f"{wiring}\n")
-    moved = _distance(before, _output(model, images))
-    write(f"The output changed by at most {moved:.3g}.\n")
+    change = _distance(before, _output(model, images))
+    write(f"The output changed by at most {change:.3g}.\n")
 
-    write("The effective decay is the product of all alphas, so the same 0.6 weighs more in a deeper model.")
-    write("Decay.to_product solves alpha_min for the product you want; the rule is exchanged on the same model:\n")
+    write("The effective decay is the product of all alphas, so 0.6 is a stronger decay in a deeper model.")
+    write("Decay.to_product finds the alpha_min for a given product, and `set` changes the rule of the same model:\n")
     for rule in (Decay.to_product(5e-3), Cut()):
         wiring.set(rule)
-        further = _distance(before, _output(model, images))
+        difference = _distance(before, _output(model, images))
         write(
             f"  {rule!s:<21} last alpha {wiring.alphas[-1]:<6.3g} effective decay {wiring.effective_decay:<6.3g} "
-            f"output changed by {further:.3g}"
+            f"output changed by {difference:.3g}"
         )
 
     wiring.undo()
     after = _output(model, images)
     restored = torch.equal(before, after)
-    write(f"\nUndone: the output differs from the first one by {_distance(before, after):g}.")
+    write(f"\nAfter `undo` the output differs from the original by {_distance(before, after):g}.")
     write(
-        "It is the same bit for bit."
+        "It is equal bit for bit."
         if restored
-        else "It is NOT the same bit for bit: a fault of unskip. Please report it."
+        else "It is NOT equal bit for bit. This is a bug in unskip. Please report it."
     )
-    return restored and moved > 0
+    return restored and change > 0
 
 
 def small_vit() -> nn.Module:
-    """Four blocks of a timm ViT with random weights, the same every time."""
+    """A timm ViT of four blocks, with the same random weights in every call."""
     timm = need("timm")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The runs of the demo: classifiers with skips, without, and without from the initialisation made for that."""
+"""The training runs of the demo: classifiers with skips, without skips, and without skips from `init.skipless_`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from unskip._table import table
-from unskip.demo._compare import Seeds, at_chance, compared, shown
+from unskip.demo._compare import Seeds, at_chance, compare, mean_and_std
 from unskip.errors import TrainingError, UnskipWarning
 from unskip.recipes import Opener, open_split, supervised, train
 from unskip.training import RunFolder
 
 Write = Callable[[str], object]
-_NAMED = ("with skips", "without, initialised")
+_LABELS = ("with skips", "without, initialised")
 
-# The classifiers, each with its fields and the folder it goes into.
+# name: (fields of the config, folder)
 _CLASSIFIERS: dict[str, tuple[dict[str, str], str]] = {
     "with skips": ({}, "skips-kept"),
     "skips cut": ({"shortcut": "cut"}, "skips-cut"),
@@ -27,14 +27,14 @@ _CLASSIFIERS: dict[str, tuple[dict[str, str], str]] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything: fields of the supervised recipe, and seeds."""
+    """Fields of the supervised recipe, and the seeds of each classifier."""
 
     fields: Mapping[str, Any]
     seeds: tuple[int, ...]
 
     @property
     def runs(self) -> int:
-        """How many runs there are."""
+        """The number of runs."""
         return len(_CLASSIFIERS) * len(self.seeds)
 
 
@@ -43,11 +43,11 @@ QUICK = Scale({"steps": 120, "device": "cpu"}, (0, 1, 2))
 
 
 class Interrupted(Exception):
-    """A run was stopped by a signal."""
+    """A signal stopped a run."""
 
 
 def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener) -> list[Path]:
-    """Trains all classifiers on digits; the folders of their runs."""
+    """Trains all classifiers on digits, prints their accuracies and returns the folders of the runs."""
     images = open_split(supervised("digits", **scale.fields), "test", opener)
     accuracy: dict[str, list[float]] = {}
     folders: list[Path] = []
@@ -56,16 +56,16 @@ def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
         for seed in scale.seeds:
             folders.append(out / folder / f"seed-{seed}")
             config = supervised("digits", seed=seed, **{**scale.fields, **fields})
-            what = f"  {name}, seed {seed}"
+            label = f"  {name}, seed {seed}"
             try:
-                outcome, raised = _trained(config, folders[-1], quiet, opener)
+                outcome, raised = _train(config, folders[-1], quiet, opener)
             except TrainingError as error:  # its loss was not finite
-                write(f"{what}: failed: {error}")
+                write(f"{label}: failed: {error}")
                 continue
             accuracy[name].append(outcome["test_accuracy"])
             note = f", with warnings {', '.join(raised)}" if raised else ""
-            write(f"{what}: accuracy {outcome['test_accuracy']:.3f}{note}; {folders[-1]}")
-    rows = [[name, shown(values) if values else "failed", len(values)] for name, values in accuracy.items()]
+            write(f"{label}: accuracy {outcome['test_accuracy']:.3f}{note}; {folders[-1]}")
+    rows = [[name, mean_and_std(values) if values else "failed", len(values)] for name, values in accuracy.items()]
     write(f"\n{table(['model', 'test accuracy', 'seeds'], rows)}\n")
     write(f"Mean and standard deviation over seeds; {len(images)} test images.\n")
     kept, cut, initialised = accuracy.values()
@@ -75,11 +75,11 @@ def classify(scale: Scale, out: Path, write: Write, quiet: bool, opener: Opener)
 
 
 def describe_skips(kept: Seeds, cut: Seeds, initialised: Seeds, classes: int, images: int) -> list[str]:
-    """What the accuracies show, one a seed: with skips, cut, and cut from the initialisation; none: training failed."""
+    """Sentences that compare the three classifiers. Accuracies have one value per seed; empty: training failed."""
     lines = []
     if cut and initialised:
-        lines.append("All skips cut, default against `skipless` initialisation:")
-        lines.append(f"  {compared('Test accuracy', cut, initialised, images)}")
+        lines.append("All skips cut, default and `skipless` initialisation:")
+        lines.append(f"  {compare('Test accuracy', cut, initialised, images)}")
     for values, name in (
         (kept, "With its skips"),
         (cut, "Cut, default initialisation"),
@@ -90,15 +90,15 @@ def describe_skips(kept: Seeds, cut: Seeds, initialised: Seeds, classes: int, im
         elif at_chance(values, classes, images):
             lines.append(f"  {name}: the model is at chance ({1 / classes:.2f}).")
     if kept and initialised:
-        lines.append(f"  {compared('With and without skips', kept, initialised, images, _NAMED)}")
+        lines.append(f"  {compare('With and without skips', kept, initialised, images, _LABELS)}")
     return [*lines[:-1], lines[-1] + "\n"]
 
 
-def _trained(config: Any, folder: Path, quiet: bool, opener: Opener) -> tuple[dict[str, float], list[str]]:
-    """The numbers of a run, and the names of the warnings in its folder."""
+def _train(config: Any, folder: Path, quiet: bool, opener: Opener) -> tuple[dict[str, float], list[str]]:
+    """The evaluations of a run, and the names of the warnings recorded in its folder."""
     with warnings.catch_warnings():
         if quiet:
-            warnings.filterwarnings("ignore", r"[a-z-]+: ", UnskipWarning)  # those, by name; others are shown
+            warnings.filterwarnings("ignore", r"[a-z-]+: ", UnskipWarning)  # listed by name below; others are shown
         outcome = train(config, folder, quiet, opener)
     if not outcome.finished:
         raise Interrupted
