@@ -104,7 +104,7 @@ def test_a_gate_widens_with_a_bias_of_its_own_only() -> None:
     g = numbers(3)
     block = Block(normal(g, 8, 3), normal(g, 3, 8), normal(g, 8, 3), up_bias=normal(g, 8), activation="swiglu")
     assert absorb(block).extra_width is None
-    with pytest.raises(BadInput, match="With gate biases it can be done"):
+    with pytest.raises(BadInput, match="With gate biases it is possible"):
         widen(block)
     wide = widen(block, biases="allowed")
     assert wide.extra == absorb(block, biases="allowed").extra_width == 3

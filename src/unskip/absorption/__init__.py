@@ -1,4 +1,4 @@
-"""Whether an MLP can absorb its skip: verdicts with certificates, and the weights of the block without it."""
+"""Decides whether an MLP can absorb its skip, with certificates, and builds the weights of the block without it."""
 
 from unskip.absorption._activations import Activation, register
 from unskip.absorption._applied import Applied

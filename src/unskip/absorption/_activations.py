@@ -1,14 +1,14 @@
-"""Activations and the facts about each that a verdict may use.
+"""Activations, and the properties of each that a verdict may use.
 
 An activation phi has a linear odd part ("class O") if
 
     phi(z) - phi(-z) = c z,  c != 0        that is        phi(z) = (c / 2) z + e(z) with e even.
 
-Flipping the sign of a unit's row and bias then changes the block by an affine map and nothing else. An `impossible`
-also needs a proof that the e(u.x + b) have no relations beyond the obvious ones. That is proved separately for each
-activation of this file, so a registered one leads only to `possible` or `undecided`.
+Flipping the sign of a unit's row and bias then changes the block by an affine map only. The verdict `impossible` also
+needs a proof that the functions e(u.x + b) satisfy no linear relations beyond the obvious ones. This is proved for each
+activation in this file separately, so a registered one leads only to `possible` or `undecided`.
 
-Setting: "Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705).
+Paper: "Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Family = Literal["odd-linear", "linear", "bounded", "elu", "mish", "even", "powe
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function and the facts about it. Only this module sets `trusted`."""
+    """An elementwise function and its properties. Only this module sets `trusted`."""
 
     name: str
     function: Callable[[Tensor], Tensor]
@@ -53,7 +53,7 @@ def _softplus(beta: float) -> Callable[[Tensor], Tensor]:
 def _shifted_softplus(x: Tensor) -> Tensor:
     """log((1 + e^x) / 2) = x / 2 + log cosh(x / 2), without cancellation at 0.
 
-    softplus(x) - log 2 has an error of 1e-16 there, as large as the value itself if the weights are tiny.
+    softplus(x) - log 2 has an error of 1e-16 there, as large as the value itself for tiny weights.
     """
     half = x / 2
     small = torch.log1p(2 * torch.sinh(half.clamp(-2, 2) / 2).square())
@@ -183,7 +183,7 @@ _registered: dict[str, Activation] = {}
 
 
 def register(activation: Activation) -> Activation:
-    """Registers an activation. It can lead to `possible` or `undecided`; `impossible` needs a proof about it.
+    """Registers an activation. It can lead to `possible` or `undecided`; `impossible` needs a proof.
 
     If `odd` is given, phi(z) - phi(-z) = odd * z is checked on a grid.
     """

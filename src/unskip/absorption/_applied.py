@@ -65,9 +65,9 @@ class Applied:
 
 
 def write(part: MlpParts, block: Block, owners: Owners, out: Applied) -> str | None:
-    """Writes a replacement into the weights of its site, divided by the branch's scale, or returns why it cannot.
+    """Writes a replacement into the weights of its site, or returns the reason why it cannot.
 
-    The steps that undo it are kept in `out`.
+    W_down is divided by the scale of the branch. The undo steps are appended to `out`.
     """
     factor = part.beta * (block.down.new_ones(len(block.down)) if part.scale is None else part.scale.flatten())
     down = block.down / factor.to(block.down)[:, None]
@@ -94,7 +94,7 @@ def _restore(old: Tensor, saved: Tensor) -> None:
 
 
 def _grow(part: MlpParts, pairs: list[tuple[Tensor | None, Tensor | None]], owners: Owners, out: Applied) -> str | None:
-    """Gives plain nn.Linear layers new parameters with the greater width."""
+    """Gives plain nn.Linear layers new parameters of the greater width."""
     parameters = [*part.parameters, *part.biases]
     plan: list[tuple[nn.Linear, str, nn.Parameter, Tensor]] = []
     for old, new in pairs:

@@ -39,9 +39,9 @@ from unskip.errors import BadInput, RewireError, UnskipError
 from unskip.wiring import Cut, find_wiring, rewire
 
 Mode = Literal["exact", "widen", "approximate"]  # how a model is rewritten
-_MAX_CHANGE = 1e-2  # relative: above the rounding of a deep model, far below the difference of another function
+_MAX_CHANGE = 1e-2  # relative: above the rounding of a deep model, far below the change that another function makes
 _MAX_CHANGE_HALF = 1e-1
-NORM_ON_BRANCH = "its MLP reads a norm, so no exact replacement exists; mode='approximate' can be used on data"
+NORM_ON_BRANCH = "its branch has a norm, so no exact replacement exists; mode='approximate' fits one to data"
 
 
 def apply(
@@ -53,12 +53,12 @@ def apply(
     max_error: float | None = None,
     distil: int = 0,
 ) -> Applied:
-    """Rewrites the MLP sites that it may, in place, and reports. `data` is a batch; mode="approximate" needs it.
+    """Rewrites MLP sites in place, and returns a report. `data` is a batch; mode="approximate" needs it.
 
     mode="approximate" fits on the first half of the batch and compares the model's outputs on the second. A site whose
-    own error is above `max_error` (default 0.1) is left alone; where the outputs differ by more than that, nothing is
-    changed and a RewireError says so. `distil` trains each replacement for that many steps. If anything fails the model
-    is left as it was.
+    own error is above `max_error` (default 0.1) is left as it is; if the outputs of the model differ by more than that,
+    the model is restored and RewireError is raised. `distil` trains each replacement for that many steps. If anything
+    fails, the model is restored.
     """
     _checks.choice("apply", "mode", mode, get_args(Mode))
     if mode == "approximate" and data is None:
@@ -79,7 +79,7 @@ def apply(
     mlps = list(traced.parts.mlps())
     used = Counter(id(weight) for part in mlps for weight in {*part.parameters, *part.biases})
     places = [(module, name, id(value)) for module in model.modules() for name, value in module._parameters.items()]
-    held = Counter(place for _, _, place in places)  # an embedding or a head may hold a weight as well
+    held = Counter(place for _, _, place in places)  # an embedding or a head may share a weight
     tied = {place for place in used if used[place] > 1 or held[place] > 1}
     owners = {place: (module, name) for module, name, place in places}
     try:
@@ -114,7 +114,7 @@ def apply(
         if mode != "approximate" and not out.difference <= _max_change(model):
             raise RewireError(
                 f"apply: the rewritten model's outputs differ by {out.difference:.2g} of their size on the example, so "
-                "some branch does what its weights do not show; nothing was changed. where= leaves sites out"
+                "some branch computes more than its weights show; nothing was changed. where= leaves sites out"
             )
         out.parameters.append(sum(value.numel() for value in model.parameters()))
     except BaseException:
@@ -147,20 +147,20 @@ def _outputs(model: nn.Module, example: Example) -> list[Tensor]:
 
 
 def _difference(before: list[Tensor], after: list[Tensor]) -> float:
-    """|after - before| / |before|; an entry that was not finite has to stay as it was."""
+    """|after - before| / |before|; an entry that is not finite must be the same in both."""
     gaps = [torch.where(a.eq(b) | (a.isnan() & b.isnan()), 0.0, a - b) for a, b in zip(after, before, strict=True)]
     gap, size = (sum(float(x.square().sum()) for x in xs) for xs in (gaps, [b[b.isfinite()] for b in before]))
     return (gap / size) ** 0.5 if size else gap
 
 
 def _max_change(model: nn.Module) -> float:
-    """What rounding may change in the outputs, relative."""
+    """The relative change of the outputs that rounding may cause."""
     half = any(weight.is_floating_point() and weight.element_size() < 4 for weight in model.parameters())
     return _MAX_CHANGE_HALF if half else _MAX_CHANGE
 
 
 def _refusal(part: MlpParts, block: Block, mode: Mode, tied: set[int]) -> str | None:
-    """Why a site may not be rewritten at all."""
+    """The reason why a site may not be rewritten, or None."""
     if part.site.problem is not None:
         return part.site.problem
     if part.site.runs > 1 or any(id(weight) in tied for weight in (*part.parameters, *part.biases)):
@@ -181,7 +181,7 @@ def _rewrite(
     max_error: float,
     distil: int,
 ) -> str | None:
-    """Writes the replacement of one site into the model; why not, where it cannot."""
+    """Writes the replacement of one site into the model, or returns the reason why it cannot."""
     try:
         if mode == "exact":
             verdict = absorb(block)
@@ -194,7 +194,7 @@ def _rewrite(
         else:
             read = streams(out.model, fit, inputs_to_read(block.width), part.site.index).get(part.site.index)
             if read is None:
-                return "what it reads could not be seen"
+                return "its inputs could not be recorded"
             near = approximate(block.bare() if "post" in block.norms else block, read, distil=distil)
             if not near.error <= max_error:
                 return f"its error {near.error:.3g} on {near.held_out} held-out inputs is above max_error={max_error:g}"

@@ -1,16 +1,16 @@
-"""The same width, approximately: the best replacement without a skip on given inputs, by a ladder of cheap steps.
+"""Approximate replacements of the same width: the best of several cheap steps, on given inputs.
 
-    drop     leave the skip away
-    refit    and fit W_down and the output bias to the block's outputs by least squares
-    flip     after flipping the units whose rank-one points against the skip
-    split    give up the d units that matter least, mirror d rows in their place, and refit
-    open     gated blocks: give up as many, and put units with a constant gate in their place, which are linear
-    distil   from the best of these, train all weights towards the block's outputs
+    drop     drop the skip
+    refit    also fit W_down and the output bias to the block's outputs by least squares
+    flip     refit after flipping the units whose rank-one terms point against the skip
+    split    prune the d least important units, put mirrored copies of d rows in their place, and refit
+    open     gated blocks: put d linear units with a constant gate in the place of the least important ones, and refit
+    distil   start from the best of these and train all weights to match the block's outputs
 
-Two mirrored units give any rank-one along their row, so d mirrored rows carry a linear map exactly; what is lost is
-what the d pruned units added. A gate that is constant needs a gate bias, or g(0) != 0: gated blocks without either have
-no units that are linear, so for them refit and distil are all there is. The error is |F - G| / |F - mean F| on inputs
-that were held out.
+A unit and its mirror represent any rank-one map along their row, so d mirrored rows represent a linear map exactly; the
+loss is the contribution of the d pruned units. A constant gate needs a gate bias, or g(0) != 0: gated blocks without
+either have no linear units, so only drop, refit and distil apply to them. The error is |F - G| / |F - mean F| on
+held-out inputs.
 """
 
 from __future__ import annotations
@@ -36,43 +36,43 @@ RIDGE = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Approximation:
-    """A replacement of the same width, its error on `held_out` inputs, and the errors of the whole ladder."""
+    """A replacement of the same width, its error on `held_out` inputs, and the errors of all steps."""
 
     block: Block = field(repr=False)
     step: str
     error: float
     ladder: Mapping[str, float]
-    held_out: int  # inputs that the errors are of
+    held_out: int  # number of inputs on which the errors are measured
 
 
 def min_inputs(width: int) -> int:
-    """Inputs that a fit needs: half are held out, a tenth chooses the step, and the rest exceeds the unknowns."""
+    """The number of inputs for a fit: half are held out, a tenth select the step, the rest outnumber the unknowns."""
     return math.ceil(2.5 * (width + 1))
 
 
 def inputs_to_read(width: int) -> int:
-    """Inputs of a site that are read, where the data has them: a fit to the fewest it needs follows their noise."""
+    """The number of inputs to record for a site, if the data have that many: with `min_inputs` alone a fit overfits."""
     return max(min_inputs(width), 8192)
 
 
 def approximate(block: Block | MlpParts, inputs: Tensor, distil: int = 0) -> Approximation:
-    """The best step of the ladder on `inputs` (..., d), what the block reads. Half of them are held out.
+    """Returns the best approximate replacement on the block's `inputs` (..., d), half of which are held out.
 
-    A step is chosen by its error on other inputs than it was fitted to, and the error that is reported is of inputs
-    that nothing was fitted to or chosen by. `distil` is a number of training steps.
+    A step is selected by its error on inputs that it was not fitted to. The reported error is measured on the held-out
+    inputs, which are used neither to fit nor to select. `distil` is a number of training steps.
     """
     block = block_of(block)
     x = _rows(inputs, block)
     distil = _checks.whole("approximate", "distil", distil, low=0)
     if "post" in block.norms:
-        raise BadInput("approximate: set the norm after the sum aside with block.bare(); it acts on both the same way")
+        raise BadInput("approximate: remove the norm after the sum with block.bare(); it acts on both in the same way")
     if len(x) < min_inputs(block.width):
         raise BadInput(
             f"approximate: {len(x)} inputs are too few for {block.width} units: {min_inputs(block.width)} are needed, "
             "so that the fit has more inputs than unknowns and half can be held out"
         )
     if bool((x == x[0]).all()):
-        raise BadInput("approximate: all inputs are the same, so there is nothing to fit; give what the block reads")
+        raise BadInput("approximate: all inputs are the same, so there is nothing to fit; give the inputs of the block")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)
     kept = len(x) // 2
     fifth = (len(x) - kept) // 5
@@ -114,7 +114,7 @@ def _error(block: Block, other: Block, x: Tensor) -> float:
 def _ladder(block: Block, x: Tensor) -> Iterator[tuple[str, Block]]:
     free, target = replace(block, skip=0.0), block(x)
     yield "drop", free
-    if "out" in block.norms:  # the norm at the branch's end is not linear in W_down
+    if "out" in block.norms:  # a norm at the end of the branch is not linear in W_down
         return
     yield "refit", _refit(free, x, target)
     if block.gated:
@@ -134,7 +134,7 @@ def _ladder(block: Block, x: Tensor) -> Iterator[tuple[str, Block]]:
 
 
 def _refit(block: Block, x: Tensor, target: Tensor) -> Block:
-    """W_down, and the output bias if there is one, by least squares; a small ridge holds them to the units' scale."""
+    """Fits W_down, and the output bias if there is one, by least squares with a small ridge penalty."""
     hidden = block.hidden(x)
     middle, centre = hidden.mean(0), target.mean(0)
     if block.down_bias is None:
@@ -148,7 +148,7 @@ def _refit(block: Block, x: Tensor, target: Tensor) -> Block:
 
 
 def _split(block: Block, x: Tensor) -> Block:
-    """Prunes the units that matter least and mirrors independent rows in their place."""
+    """Prunes the least important units and puts mirrored copies of independent rows in their place."""
     d, h = block.inputs, block.width
     hidden = block.hidden(x)
     weight = block.down.norm(dim=0) * hidden.std(0)
@@ -169,7 +169,7 @@ def _split(block: Block, x: Tensor) -> Block:
 
 
 def _constant_gates(block: Block, x: Tensor) -> Block | None:
-    """Units with a constant gate in place of those that matter least; None where a gate cannot be constant."""
+    """Replaces the least important units by units with a constant gate; None if no gate can be constant."""
     assert block.gate is not None
     at_zero = float(block.phi.function(torch.zeros(1, dtype=torch.float64)))
     room = min(block.inputs, block.width // 2)
@@ -187,7 +187,10 @@ def _constant_gates(block: Block, x: Tensor) -> Block | None:
 
 
 def _distil(block: Block, made: Block, fit: Tensor, choose: Tensor, steps: int) -> Block:
-    """Adam on all weights of the replacement, with steps relative to the size of each; the best on `choose`."""
+    """Trains all weights of the replacement with Adam, with learning rates relative to their size.
+
+    Returns the weights with the least error on `choose`.
+    """
     held = {name: value for name, value in made.tensors().items() if name in WEIGHTS}
     weights: dict[str, Any] = {name: value.detach().clone().requires_grad_() for name, value in held.items()}
     groups = [{"params": [w], "lr": 3e-3 * (float(w.detach().abs().mean()) + 1e-6)} for w in weights.values()]

@@ -1,9 +1,9 @@
-"""A block: one MLP with its skip and its norms, as weights.
+"""The weights of a block: one MLP with its skip and its norms.
 
     F(x) = A x + W_down phi(W_up x + b_up) + b_down                           plain
     F(x) = A x + W_down (phi(W_gate x + b_gate) * (W_up x + b_up)) + b_down   gated
 
-A norm stands before the MLP ("pre"), at the end of the branch ("out"), or after the sum ("post").
+A norm is placed before the MLP ("pre"), at the end of the branch ("out"), or after the sum ("post").
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS = ("up", "gate", "down", "up_bias", "gate_bias", "down_bias")
 class Block:
     """The weights of one block as nn.Linear stores them: up and gate (h, d), down (d_out, h).
 
-    `skip` is a number or a (d_out, d) matrix; `norm` is one norm, or several at different places. With a gate
+    `skip` is a number or a (d_out, d) matrix; `norm` is one norm, or several at different places. With a gate,
     activation="silu" means "swiglu".
     """
 
@@ -62,7 +62,7 @@ class Block:
             _shaped("gate", self.gate, (h, d))
         weights = {name: value for name in ("up", "down", "gate") if (value := getattr(self, name)) is not None}
         common = reduce(torch.promote_types, (value.dtype for value in weights.values()))
-        for name, value in weights.items():  # a weight in a coarser dtype would let the others be rounded like it
+        for name, value in weights.items():  # one dtype, or the replacement would be rounded to the coarsest
             object.__setattr__(self, name, value.to(common))
         for name, size in (("up_bias", h), ("gate_bias", h), ("down_bias", len(self.down))):
             value = getattr(self, name)
@@ -95,7 +95,7 @@ class Block:
 
     @property
     def phi(self) -> Activation:
-        """The activation with its facts."""
+        """The activation and its properties."""
         return self._phi  # type: ignore[attr-defined,no-any-return]
 
     @property
@@ -134,7 +134,7 @@ class Block:
 
     @cached_property
     def grain(self) -> float:
-        """The unit roundoff of the coarsest dtype that holds every weight: the same however they are stored."""
+        """The unit roundoff of the coarsest dtype that represents every weight exactly, whatever they are stored in."""
         weights = [w.detach() for w in (self.up, self.down, self.gate) if w is not None]
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             if all(_holds(w.flatten()[:4096], dtype) for w in weights) and all(_holds(w, dtype) for w in weights):
@@ -147,7 +147,7 @@ class Block:
         return self.up.dtype
 
     def hidden(self, x: Tensor) -> Tensor:
-        """The hidden layer on x (..., d), in the dtype of x; a norm before the MLP is applied."""
+        """The hidden activations for x (..., d), in the dtype of x; a norm before the MLP is applied first."""
         x = self.norms["pre"](x) if "pre" in self.norms else x
         rows = F.linear(x, self.up.to(x), None if self.up_bias is None else self.up_bias.to(x))
         if self.gate is None:
@@ -156,7 +156,7 @@ class Block:
         return self.phi.function(F.linear(x, self.gate.to(x), bias)) * rows
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The whole block on x (..., d), in the dtype of x."""
+        """The output of the whole block for x (..., d), in the dtype of x."""
         norms = self.norms
         out = F.linear(self.hidden(x), self.down.to(x), None if self.down_bias is None else self.down_bias.to(x))
         if "out" in norms:
@@ -169,7 +169,7 @@ class Block:
 
     @property
     def extreme(self) -> bool:
-        """Whether a row, a column or the skip is so large or small that squares of its entries leave float64."""
+        """Whether some weights are so large or small that products of their squares may leave the range of float64."""
         skip = self.skip.detach() if isinstance(self.skip, Tensor) else torch.tensor([[self.skip]], dtype=torch.float64)
         most = []
         for weight, axis in ((self.up.detach(), 1), (self.down.detach(), 0), (skip, 0)):
@@ -180,7 +180,7 @@ class Block:
         return bool(((sizes > 1e70) | ((sizes > 0) & (sizes < 1e-70))).any())
 
     def bare(self) -> Block:
-        """The block with its norms set aside: the question of the paper."""
+        """The block without its norms, which is the case of the paper."""
         return self if self.norm is None else replace(self, norm=None)
 
     def stored_as(self, other: Block) -> Block:
@@ -194,12 +194,12 @@ class Block:
         return replace(self, **held)
 
     def double(self) -> Block:
-        """The same block with every weight in float64. What the weights were stored in is lost."""
+        """The same block with every weight in float64; the stored dtypes are not kept."""
         held: dict[str, Any] = {name: value.double() for name, value in self.tensors().items()}
         return self if all(getattr(self, name).dtype == torch.float64 for name in held) else replace(self, **held)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights, biases and the skip where it is a matrix, by name, without gradients."""
+        """The weights and biases by name, detached, and the skip if it is a matrix."""
         values = {name: getattr(self, name) for name in (*WEIGHTS, "skip")}
         return {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
 

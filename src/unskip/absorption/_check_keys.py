@@ -1,8 +1,8 @@
-"""Which units share a key, worked out for the check of a certificate, with nothing of the search.
+"""Groups the units that share a key for the check of a certificate, independently of the search.
 
-Units are told apart by the products of their rows with random vectors: rows that are equal up to sign have equal
-products up to sign, and rows that are not hardly ever have. What is left together is compared with its first unit in
-full. Where that leaves a doubt there is no answer, and the certificate fails.
+Units are separated by the products of their rows with random vectors: rows that are equal up to sign have products that
+are equal up to sign, and other rows almost never do. The units of a group are then compared in full with its first unit.
+If some units remain uncertain, no groups are returned and the certificate fails.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unskip.absorption._problem import EPS, Problem
 
-ROUNDS = 3  # of random products
+ROUNDS = 3  # rounds of random products
 ROUNDING = 64 * EPS
 
 
@@ -22,15 +22,15 @@ ROUNDING = 64 * EPS
 class Groups:
     """Units that share a key."""
 
-    first: Tensor  # (m,) one unit of every group that counts
-    group: Tensor  # (h,) the group of every unit, -1 where it counts for nothing
-    sign: Tensor  # (h,) 1 where it looks the same way as its head, else -1
-    ratio: Tensor  # (h,) its length against that of its head
+    first: Tensor  # (m,) the first unit of every active group
+    group: Tensor  # (h,) the group of every unit, -1 if it is inactive
+    sign: Tensor  # (h,) 1 if its row has the same sign as that of the first unit, else -1
+    ratio: Tensor  # (h,) the norm of its row relative to that of the first unit
     side: Tensor  # (h,) the sign of a unit that is affine on the domain, else 0
 
 
 def group_units(problem: Problem) -> Groups | None:
-    """The groups, or None where two units, or a unit and nothing, cannot be told apart."""
+    """Returns the groups, or None if rounding leaves it uncertain which units are equal, affine or zero."""
     up, bias, phi = problem.up, problem.bias, problem.block.phi
     lengths = problem.row_norms
     idle = (lengths == 0) | (problem.column_norms == 0)
@@ -49,7 +49,7 @@ def group_units(problem: Problem) -> Groups | None:
         value = ((up @ probe[:-1] + bias * probe[-1]) / size)[units].abs()
         scale = (torch.hypot(lengths, bias) / size)[units] * ROUNDING * 4 * up.shape[1] ** 0.5
         label = _refine(label, value, scale)
-    if len(units):  # beside a long row a small bias does not show: once more alone, with the rows turned alike
+    if len(units):  # a small bias is lost next to a long row, so it is compared alone, with the signs aligned
         value = (bias * (up @ probe[:-1]).sign() / size)[units]
         label = _refine(label, value, value.abs() * ROUNDING * 4 * up.shape[1] ** 0.5)
     of = torch.full_like(idle, -1, dtype=torch.long)
@@ -70,7 +70,7 @@ def group_units(problem: Problem) -> Groups | None:
             if bool((gap > 1e3 * ROUNDING * part[at_once].norm(dim=1)).any()):
                 return None
         ratio[at_once] = stretch.flatten()
-    if len(follow):  # groups whose columns cancel count for nothing either
+    if len(follow):  # groups whose columns cancel are inactive too
         joint = _joint(problem, of, ratio, count)
         bulk = problem.raw_down_norms.new_zeros(count).index_add_(0, label, (problem.raw_down_norms * ratio)[units])
         gone = joint.norm(dim=0) <= ROUNDING * (len(problem.down) if problem.block.norms else 1) * bulk
@@ -81,7 +81,7 @@ def group_units(problem: Problem) -> Groups | None:
 
 
 def _refine(label: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """Splits every group where its sorted values leave a gap."""
+    """Splits every group at the gaps between its sorted values."""
     order = value.argsort(stable=True)
     order = order[label[order].argsort(stable=True)]  # by group, then by value
     near = value[order].diff() <= torch.maximum(scale[order][1:], scale[order][:-1])
@@ -99,7 +99,7 @@ def _joint(problem: Problem, of: Tensor, ratio: Tensor, count: int) -> Tensor:
 
 
 def flip_equation(problem: Problem, found: Groups, line: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """J, U and B of  sum_k t_k J_k u_k^T = B  on some of its rows and columns."""
+    """Returns J, U and B of  sum_k t_k J_k u_k^T = B,  restricted to some of its rows and columns."""
     rows, goal = problem.rows, problem.target
     joint = (
         problem.down if len(found.first) == len(rows) else _joint(problem, found.group, found.ratio, len(found.first))
@@ -114,7 +114,7 @@ def flip_equation(problem: Problem, found: Groups, line: Tensor, column: Tensor)
     goal = goal - down[:, against] @ rows[against]
     spare = torch.nonzero(found.group < 0).flatten()
     if len(spare):
-        # A unit that counts for nothing still has a linear part, and one that sees nothing is a constant.
+        # An inactive unit still has a linear part, and a unit with a zero row is a constant.
         slope = torch.where(found.side > 0, 1.0, problem.odd - 1) / problem.odd
         half = torch.where(found.side[spare] == 0, torch.full_like(slope[spare], 0.5), slope[spare])
         seen = half[:, None] * rows[spare]

@@ -1,14 +1,17 @@
-"""Verdicts that need no search: what the activation or a norm forbids whatever the weights are.
+"""Verdicts that need no search: they follow from the activation or a norm, for any weights.
+
+F is the block and G a replacement without a skip:
 
 bounded activation, or a norm on the branch    G is bounded and F grows like A x
 ELU, SELU, CELU, Mish, |z|                     no sum of their units is linear, so A would have to be 0
-ReLU^2, z^2, or a gate with g(0) = 0           without hidden biases G is flat at the origin, and F moves like A x
+ReLU^2, z^2, or a gate with g(0) = 0           without hidden biases G has derivative 0 at the origin, and F has A
 linear                                         F is one matrix; only its rank counts
 
-Behind a norm n(x) equality on any open set is ruled out too. Where every unit stays in one piece of its activation both
-sides are analytic in n(x), which is bounded, so A x would be bounded on a cone. The pieces of softsign have poles; but
-they are rational, and on an open set A x = R(n(x)) with a rational R would make |x| = |n| sqrt(eps / (1 - |n|^2 / d))
-rational in n, which it is not (with eps = 0 the right side does not change with the length of x, and the left does).
+With a norm n(x) on the branch, equality is ruled out on every open set too. Where no unit crosses a kink of its
+activation, both sides are analytic in n(x), which is bounded, so A x would be bounded on a cone. The pieces of softsign
+have poles, but they are rational: A x = R(n(x)) on an open set with a rational R would make
+|x| = |n| sqrt(eps / (1 - |n|^2 / d)) rational in n, which it is not (with eps = 0 the right side does not depend on the
+norm of x, and the left side does).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from unskip.absorption._verdict import Certificate, Obstruction
 
 
 def _moved(problem: Problem) -> dict[str, Tensor] | None:
-    """The axis that the skip moves most, as data of a certificate, or None where it moves nothing."""
+    """The axis on which the skip acts most strongly, as the data of a certificate, or None if the skip is zero."""
     sizes = problem.skip.norm(dim=0)
     if float(sizes.max()) <= 1e-9 * problem.raw_skip_norm:
         return None
@@ -33,7 +36,7 @@ def _moved(problem: Problem) -> dict[str, Tensor] | None:
 
 
 def growth(problem: Problem) -> Obstruction | None:
-    """A bounded replacement for a block that grows."""
+    """Obstruction: the replacement is bounded and the block is not."""
     block = problem.block
     norms = [block.norms[place] for place in ("pre", "out") if place in block.norms]
     bounded = block.phi.family == "bounded" and not block.gated
@@ -55,20 +58,20 @@ def growth(problem: Problem) -> Obstruction | None:
 
 
 def family(problem: Problem) -> Obstruction | None:
-    """ELU-like, Mish and even activations: their units never add up to something linear."""
+    """Obstruction for ELU-like, Mish and even activations: no sum of their units is linear."""
     block, found = problem.block, _moved(problem)
     if found is None or block.gated or block.phi.family not in ("elu", "mish", "even") or not block.phi.trusted:
         return None
     if problem.caveat is not None or (problem.domain is not None and not block.phi.analytic):
         return None
     sentence = (
-        f"Units of {block.phi.name} cannot add up to a linear map, at any width, so nothing can stand for the skip."
+        f"Units of {block.phi.name} cannot add up to a linear map, at any width, so they cannot reproduce the skip."
     )
     return Obstruction(sentence, Certificate("family", found))
 
 
 def linearisation(problem: Problem) -> Obstruction | None:
-    """Gates with g(0) = 0, ReLU^2 and z^2, without hidden biases."""
+    """Obstruction for gates with g(0) = 0, ReLU^2 and z^2 without hidden biases: no linear part at the origin."""
     block, phi, found = problem.block, problem.block.phi, _moved(problem)
     applies = phi.at_zero == 0 if block.gated else phi.family == "power"
     if found is None or not applies or problem.caveat is not None or not phi.trusted:
@@ -77,7 +80,7 @@ def linearisation(problem: Problem) -> Obstruction | None:
         return None
     domain = problem.domain
     if domain is not None and not phi.analytic and not bool(domain.holds(torch.zeros_like(domain.center))):
-        return None  # what holds on the domain need not hold around the origin
+        return None  # equality on the domain says nothing about the origin
     what = f"The gate {phi.name} is 0 at 0, so" if block.gated else f"{phi.name} is of degree 2, so"
     sentence = (
         f"{what} without hidden biases the MLP has no linear part at the origin, and the skip is one. No width helps."
@@ -86,7 +89,10 @@ def linearisation(problem: Problem) -> Obstruction | None:
 
 
 def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
-    """A linear activation makes the block one matrix A + (c / 2) W_down W_up: replacement and error, or why not."""
+    """With a linear activation the block is one matrix, A + (c / 2) W_down W_up.
+
+    Returns the replacement and its error, or the obstruction.
+    """
     block = problem.block
     half = problem.odd / 2
     matrix = block.matrix + half * block.down.detach().double() @ block.up.detach().double()
@@ -94,13 +100,13 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
     size = problem.rounding_scale
     width = problem.width
     if len(values) > width and float(values[width]) > max(1e-9 * size, 2 * problem.tolerance):
-        sentence = f"The activation is linear and the block a matrix of rank above {width}, the number of units."
+        sentence = f"The activation is linear, and the block is a matrix of rank above {width}, the number of units."
         return None, 0.0, Obstruction(sentence, Certificate("rank", {"value": float(values[width])}))
-    use = min(width, int((values > 1e-13 * values[0]).sum()))  # less is rounding, along directions that may be silent
+    use = min(width, int((values > 1e-13 * values[0]).sum()))  # smaller ones are rounding
     root = new_row_norms(block, values[:use], right[:use])
     lines, columns = right[:use] * root[:, None], left[:, :use] * (values[:use] / root)
     lost = float(values[use:].norm()) if len(values) > use else 0.0
-    if width >= min(matrix.shape):  # entry by entry rounding is least
+    if width >= min(matrix.shape):  # without a factorisation rounding is least
         eye, wide = torch.eye(min(matrix.shape)).to(matrix), block.inputs > block.outputs
         use, lines, columns = len(eye), matrix if wide else eye, eye if wide else matrix
     up, down = matrix.new_zeros(width, block.inputs), matrix.new_zeros(block.outputs, width)
@@ -113,7 +119,7 @@ def linear(problem: Problem) -> tuple[Block | None, float, Obstruction | None]:
         return None, 0.0, None
     up, down = up.to(block.up.dtype), down.to(block.down.dtype)
     if not all(bool(torch.isfinite(each).all()) for each in (up, down, const) if each is not None):
-        return None, 0.0, None  # the dtype does not reach that far
+        return None, 0.0, None  # the weights overflow their dtype
     made = Block(
         up,
         down,

@@ -1,11 +1,12 @@
-"""Replacements: the weights of a block without its skip, built from a flip set and a use for the spare units.
+"""Builds replacements: the weights of a block without its skip, from a flip set and a use for the spare units.
 
-Flipping unit i turns its row and bias around and keeps its column. For class O, with S the flipped units,
+Flipping unit i negates its row and bias and keeps its column. For class O, with S the flipped units,
 
     F(x) - G_S(x) = E_S x + const,     E_S = A + c W_down[:, S] W_up[S, :],
 
-so the error of any flip set is known in closed form. Two units of one key give any rank-one along its row (J + y on the
-row, -y on its mirror), and a fresh pair any rank-one at all: a (phi(n.x) - phi(-n.x)) = c a n.x.
+so the error of any flip set is known in closed form. Two units of one key represent any rank-one map along its row
+(with columns J + y for the row and -y for its mirror), and a fresh pair represents any rank-one map at all:
+a (phi(n.x) - phi(-n.x)) = c a n.x.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from unskip.absorption._block import Block
 from unskip.absorption._keys import Keys
 from unskip.absorption._problem import Biases, Problem
 
-MAX_RANK_ENTRIES = 200_000  # weights whose rank is computed
+MAX_RANK_ENTRIES = 200_000  # of the largest weight whose rank is computed
 
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """A replacement with the linear error that is left, (o, n), in the coordinates of the problem."""
+    """A replacement and its remaining linear error, `residual` (o, n), in the coordinates of the problem."""
 
     block: Block
     residual: Tensor
-    flips: Tensor | None  # unit indices, where flips are all that was done
+    flips: Tensor | None  # unit indices, if only flips were used
 
 
 def build(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...] = ()) -> Built | None:
-    """The replacement that flips some keys, splits others, and spends what is left on fresh pairs."""
+    """Builds the replacement that flips some keys, splits others, and uses the remaining units for fresh pairs.
+
+    Returns None if it would need more units or a bias that is not allowed.
+    """
     block = problem.block
     up = block.up.detach().double()
     bias = up.new_zeros(len(up)) if block.up_bias is None else block.up_bias.detach().to(up)
@@ -69,21 +73,21 @@ def build(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...] = 
 
 
 def _constant(problem: Problem, keys: Keys, bias: Tensor, rows: Tensor, biases: Tensor, columns: Tensor) -> Tensor:
-    """(o,) the output bias that is left for the replacement."""
+    """(o,) the output bias of the replacement."""
     block, half = problem.block.bare().double(), problem.odd / 2
-    if problem.affine_possible and problem.domain is not None:  # units are affine: one point settles it
+    if problem.affine_possible and problem.domain is not None:  # units may be affine: compare at one point
         point = problem.domain.center[None]
         return (block(point) - block.phi.function(point @ rows.mT + biases) @ columns.mT)[0]
-    # The even parts are the same. Left out, they do not round: phi(0) may be large beside the rest.
+    # The even parts are equal. They are left out, because a large phi(0) would add rounding.
     blind = problem.row_norms == 0
-    blind[keys.first] = False  # kept as they are
+    blind[keys.first] = False  # the units of the keys are kept as they are
     even = block.phi.function(bias[blind]) - half * bias[blind]
     const = half * (block.down @ bias - columns @ biases) + block.down[:, blind] @ even
     return const if block.down_bias is None else const + block.down_bias
 
 
 def _joint(problem: Problem, keys: Keys) -> Tensor:
-    """The columns of the keys before any quotient."""
+    """The summed columns of the keys, before the projection of a norm."""
     down = problem.block.down.detach().double()
     active = keys.member >= 0
     joint = down.new_zeros(len(down), keys.count)
@@ -92,7 +96,7 @@ def _joint(problem: Problem, keys: Keys) -> Tensor:
 
 
 def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Units that carry as much of the linear map `rest` as there is room for, and what is left of it."""
+    """Returns new units that represent as much of the linear map `rest` as `room` units can, and the remainder."""
     affine = problem.affine_allowed
     count = room if affine else room // 2
     d = problem.block.inputs
@@ -107,20 +111,20 @@ def _fresh(problem: Problem, rest: Tensor, room: int) -> tuple[Tensor, Tensor, T
     lines, shifts = (
         (lines, lines.new_zeros(use)) if problem.output_bias else (lines[:, :-1], lines[:, -1] / problem.constant_scale)
     )
-    if affine and problem.domain is not None:  # one unit each, whose hinge misses the domain
+    if affine and problem.domain is not None:  # one unit each, with its hinge outside the domain
         shifts = shifts + 1.01 * problem.domain.reach(lines)
         return lines, shifts, problem.odd * columns, remains
     return torch.cat([lines, -lines]), torch.cat([shifts, -shifts]), torch.cat([columns, -columns], 1), remains
 
 
 def new_row_norms(block: Block, values: Tensor, right: Tensor) -> Tensor:
-    """The lengths of new rows: as those of their columns, but in float16 no row overflows unless an input does."""
+    """The norms of new rows: those of their columns, but in float16 no row overflows unless an input does."""
     root = values.sqrt()
     return root.minimum(1 / right.abs().sum(1)) if block.dtype == torch.float16 else root
 
 
 def _finish(problem: Problem, rows: Tensor, biases: Tensor, columns: Tensor, const: Tensor | None) -> Block | None:
-    """The block in the dtypes it came in, or None where it would need a bias that is not allowed."""
+    """Returns the block in its original dtypes, or None if it overflows or needs a bias that is not allowed."""
     block = problem.block
     if bool(biases.any()) and not problem.hidden_bias:
         return None
@@ -130,15 +134,15 @@ def _finish(problem: Problem, rows: Tensor, biases: Tensor, columns: Tensor, con
     if const is not None and not problem.no_output_bias:
         dtype = block.down.dtype if block.down_bias is None else block.down_bias.dtype
         down_bias = const.to(dtype) if bool(const.any()) or block.down_bias is not None else None
-    # Where it may not have a constant the search has already made it vanish, within rounding.
+    # Without an output bias the search has already made the constant vanish, up to rounding.
     up, down = rows.to(block.up.dtype), columns.to(block.down.dtype)
     if not all(bool(torch.isfinite(each).all()) for each in (up, down, up_bias, down_bias) if each is not None):
-        return None  # the dtype does not reach that far
+        return None  # the weights overflow their dtype
     return replace(block, up=up, down=down, up_bias=up_bias, down_bias=down_bias, skip=0.0)
 
 
 def independent_rows(rows: Tensor) -> list[int]:
-    """As many rows as are independent, the best first: the pivots of an LU of the rows in a random basis."""
+    """Indices of independent rows, best conditioned first: the pivots of an LU decomposition in a random basis."""
     h, n = rows.shape
     if not h or not bool(rows.any()):
         return []
@@ -159,16 +163,16 @@ def allows_gate_bias(block: Block, biases: Biases) -> bool:
 
 
 def extra_width(problem: Problem, biases: Biases) -> int | None:
-    """Units more that are enough; None where none is known or none ever are.
+    """The number of additional units that is enough; None if no number is known or no number is enough.
 
-    For large blocks the rows are taken to be in general position: their rank would cost more than the verdict.
+    The rows of large blocks are assumed to be in general position: their rank would cost more than the verdict.
     """
     block, phi = problem.block, problem.block.phi
     if {"pre", "out"} & block.norms.keys() or not phi.trusted:
         return None
     short = max(block.width - problem.width, 0)
     rank, n = skip_rank(block.matrix), problem.up.shape[1]
-    if block.gated:  # a zero row of the gate that is open
+    if block.gated:  # units with a constant gate
         return rank + short if phi.at_zero or allows_gate_bias(block, biases) else None
     if phi.family == "linear":
         whole = min(block.inputs, block.outputs, rank + block.width)
@@ -179,7 +183,7 @@ def extra_width(problem: Problem, biases: Biases) -> int | None:
     rank = skip_rank(problem.skip)
     if problem.affine_allowed:
         return rank + short
-    if not problem.output_bias:  # fresh pairs make up the constant as well
+    if not problem.output_bias:  # fresh pairs reproduce the constant as well
         return 2 * min(rank + 1, block.outputs) + short
     small = problem.up.numel() <= MAX_RANK_ENTRIES
     rows = int(torch.linalg.matrix_rank(problem.up, rtol=1e-10)) if small else min(block.width, n)

@@ -1,9 +1,9 @@
-"""Can a block do without its skip? `absorb` answers with a verdict, or says why it cannot.
+"""Decides whether a block can absorb its skip.
 
     F(x) = A x + MLP(x)        are there weights with        MLP'(x) = F(x)  for all x of the domain ?
 
-"Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). Only exact equality is ruled out by `impossible`, on
-the inputs that the verdict names, for replacements of the width and with the biases that were asked for.
+"Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). The verdict
+`impossible` rules out exact equality only, on the inputs that it names, for replacements of the given width and biases.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
 
 ROUNDED = "all inputs, up to rounding that grows with the input"
-MAX_WEIGHTS = 2**32  # weights of a replacement
-MAX_CHECKED = 200_000  # weights of a block whose certificates are checked before they are handed out
+MAX_WEIGHTS = 2**32  # the largest number of weights of a replacement
+MAX_CHECKED = 200_000  # the largest number of weights for which certificates are checked before they are returned
 
 
 def absorb(
@@ -46,9 +46,9 @@ def absorb(
     """Decides whether a block can absorb its skip at this width (default: its own).
 
     `block` is a Block, the MlpParts of a site, or a module with exactly one MLP site. `biases`: the replacement has
-    those that the block has ("as-is"), may have all ("allowed"), or has none. `domain`: all inputs (None), a radius, a
-    pair (low, high), data (n, d), or a Domain. `tolerance`: weights that are this close (relative change) to ones that
-    can be absorbed are absorbed with those.
+    the same biases as the block ("as-is"), may have all ("allowed"), or has none ("none"). `domain`: all inputs (None),
+    a radius, a pair (low, high), data (n, d), or a Domain. `tolerance`: how much the weights may be changed (relative)
+    to make the skip absorbable.
     """
     _checks.choice("absorb", "biases", biases, get_args(Biases))
     if width is not None:
@@ -74,12 +74,12 @@ def absorb(
 
 
 def _again(block: Block, like: Verdict) -> Verdict:
-    """The same question about other weights."""
+    """Decides the same question for other weights."""
     return _checked(_absorb(block, like.width, like.biases, like.inputs))
 
 
 def _checked(verdict: Verdict) -> Verdict:
-    """A `possible` leaves only once its check has taken it."""
+    """Returns the verdict, or an undecided one if it is `possible` and fails verification."""
     if verdict.status != "possible" or verify(verdict):
         return verdict
     why = "Not decided: a replacement was found, but its outputs do not agree closely enough with the block's."
@@ -122,7 +122,7 @@ def _may_keep(block: Block, biases: Biases) -> bool:
 
 
 def pad(block: Block, width: int) -> Block:
-    """The same block with units that add nothing."""
+    """The same block, widened with zero units."""
     more = width - block.width
     if more <= 0:
         return block
@@ -143,7 +143,7 @@ def pad(block: Block, width: int) -> Block:
 
 
 def _plain(block: Block, width: int, biases: Biases, domain: Domain | None, why: str = "") -> Verdict:
-    """Nothing decided yet."""
+    """An undecided verdict with the reason `why`."""
     text = "all inputs" if domain is None else domain.text
     if domain is None and (block.phi.analytic or {"pre", "out"} & block.norms.keys()):
         text += ", and every open set of them"
@@ -154,7 +154,7 @@ def _plain(block: Block, width: int, biases: Biases, domain: Domain | None, why:
 def _impossible(problem: Problem, plain: Verdict, found: Sequence[Obstruction | None], why: str) -> Verdict:
     every = [each for each in found if each is not None]
     if every and problem.up.numel() + problem.down.numel() <= MAX_CHECKED:
-        # A certificate that its check does not take, for a margin that is too thin, is none.
+        # Certificates that fail verification, because their margin is too thin, are dropped.
         stand = valid_certificates(plain, [each.certificate for each in every])
         why = why if any(stand) else "a certificate was found and failed verification: its margin is too thin"
         every = [each for each, holds in zip(every, stand, strict=True) if holds]
@@ -180,9 +180,9 @@ def _class_o(problem: Problem, plain: Verdict) -> Verdict:
         plain = replace(plain, skip_norm=problem.skip_norm)
         return _impossible(problem, plain, found.obstructions, found.reason)
     flips = found.built.flips
-    how = "units that the block can spare make up the skip"
+    how = "spare units reproduce the skip"
     if flips is not None:
-        how = f"{len(flips)} of {problem.block.width} rows change sign, which makes up the skip within rounding"
+        how = f"{len(flips)} of {problem.block.width} rows change sign, which reproduces the skip up to rounding"
     return replace(
         plain,
         status="possible",
@@ -200,7 +200,7 @@ def _class_o(problem: Problem, plain: Verdict) -> Verdict:
 def _linear(problem: Problem, plain: Verdict) -> Verdict:
     block = problem.block
     if block.norms:
-        return _undecided(problem, plain, "a block with a linear activation was asked about together with a norm")
+        return _undecided(problem, plain, "blocks with a linear activation and a norm are not handled")
     made, lost, stands = _closed.linear(problem)
     if stands is not None:
         return _impossible(problem, plain, [stands], "")
@@ -210,11 +210,11 @@ def _linear(problem: Problem, plain: Verdict) -> Verdict:
     most = max(problem.rounding_tolerance(block.roundoff) / 2, 1e-12 * problem.rounding_scale)
     seen = compare_outputs(block, made, problem.domain, linear=gap)
     if lost > most or not gap_is_negligible(block, gap, skip) or not seen.holds:
-        return _undecided(problem, plain, "the width does not carry its rank exactly, but rounding may explain that")
+        return _undecided(problem, plain, "the best replacement is not exact, but rounding may explain the difference")
     return replace(
         plain,
         status="possible",
-        reason="With a linear activation the block is one matrix, and the width carries its rank.",
+        reason="With a linear activation the block is one matrix, and its rank is at most the width.",
         certificate=Certificate("construction", {}),
         error=float(gap.norm()) / problem.skip_norm if problem.skip_norm else 0.0,
         extra_width=0,
@@ -237,11 +237,11 @@ def _why(problem: Problem) -> str:
     if problem.caveat is not None:
         return problem.caveat
     if problem.domain is not None:
-        return f"on a bounded domain {block.activation} is not settled"
+        return f"no result is known for {block.activation} on a bounded domain"
     if problem.hidden_bias and (block.gated or phi.family == "power"):
         return (
-            "with hidden biases the linearisation argument fails, and there are blocks that do absorb their skip that "
-            "way; which ones is not known in general"
+            "with hidden biases the linearisation argument fails, and some blocks do absorb their skip with them; "
+            "which ones is not known in general"
         )
     if block.gated and phi.at_zero != 0:
         return f"the gate {phi.name} is not 0 at 0, so the linearisation argument does not apply"

@@ -1,9 +1,9 @@
-"""The inputs that a verdict is about, where they are not all: a box or an ellipsoid.
+"""Bounded sets of inputs for a verdict: a box or an ellipsoid.
 
     {m + L s: |s| < 1}        |s| is max_i |s_i| for a box, whose L is diagonal, and Euclidean for an ellipsoid
 
-A hinge u.x + b = 0 that misses the domain leaves its unit affine there. It does where |u.m + b| >= |L^T u|, in the dual
-norm: the sum of the absolute values for a box, Euclidean for an ellipsoid.
+A ReLU-like unit whose hinge u.x + b = 0 misses the domain is affine there. The hinge misses it if |u.m + b| >= |L^T u|
+in the dual norm: the sum of the absolute values for a box, the Euclidean norm for an ellipsoid.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from unskip import _checks
 from unskip.absorption._norm import Norm
 from unskip.errors import BadInput
 
-_LARGEST = 1e100  # a covariance squares it
-MARGIN = 0.1  # by which the domain around data is wider than the data
+_LARGEST = 1e100  # is squared in a covariance
+MARGIN = 0.1  # relative, by which the domain around data is wider than the data
 
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """A bounded convex set of inputs with an interior. Made by `ball`, `box` or `around`."""
+    """A bounded convex set of inputs with a nonempty interior. Made by `ball`, `box` or `around`."""
 
     text: str
     center: Tensor  # (d,)
@@ -51,7 +51,7 @@ class Domain:
 
     @classmethod
     def around(cls, data: Tensor, margin: float = MARGIN) -> Domain:
-        """The ellipsoid of the mean and covariance of data (..., d) that holds all of it, with axes `margin` longer."""
+        """The ellipsoid with the mean and covariance of data (..., d) that contains them, widened by `margin`."""
         x = as_rows("domain: data", data)
         if len(x) < 2:
             raise BadInput(f"domain: data needs at least 2 inputs, got {len(x)}")
@@ -59,7 +59,7 @@ class Domain:
         mean = x.mean(0)
         centred = x - mean
         covariance = centred.mT @ centred / len(x)
-        floor = 1e-6 * (1 + x.abs().amax(0))  # a channel that never moves still gets an interior
+        floor = 1e-6 * (1 + x.abs().amax(0))  # a constant channel still gets an interior
         covariance.diagonal().mul_(1 + 1e-9).add_(floor**2)
         factor = torch.linalg.cholesky(covariance)
         reach = torch.linalg.solve_triangular(factor, centred.mT, upper=False).norm(dim=0).max().clamp(min=1e-3)
@@ -68,7 +68,7 @@ class Domain:
 
     @classmethod
     def after(cls, norm: Norm, inputs: int) -> Domain:
-        """An ellipsoid that holds every output of a LayerNorm or RMSNorm: gain * s + bias with |s| < sqrt(d)."""
+        """An ellipsoid that contains every output of a LayerNorm or RMSNorm: gain * s + bias with |s| < sqrt(d)."""
         one = torch.ones(inputs, dtype=torch.float64)
         gain = one if norm.gain is None else norm.gain.detach().double().abs()
         center = 0 * one if norm.bias is None else norm.bias.detach().double()
@@ -76,26 +76,26 @@ class Domain:
         return cls(f"an ellipsoid that holds every output of the {norm.kind} before it", center.to(factor), factor)
 
     def on(self, device: torch.device) -> Domain:
-        """The same on another device."""
+        """The same domain on another device."""
         return replace(self, center=self.center.to(device), factor=self.factor.to(device))
 
     def _half_width(self, rows: Tensor) -> Tensor:
-        """(h,) the greatest |u.(x - m)| over the domain, for each row u."""
+        """(h,) the largest |u.(x - m)| on the domain, for each row u."""
         wide = rows * self.factor if self.factor.ndim == 1 else rows @ self.factor
         width: Tensor = wide.norm(p=1 if self.square else 2, dim=1)
         return width
 
     def side(self, rows: Tensor, bias: Tensor) -> Tensor:
-        """(h,) the sign of rows x + bias where it is the same on all of the domain, 0 elsewhere."""
+        """(h,) the sign of rows x + bias if it is constant on the domain, else 0."""
         value = rows @ self.center + bias
         return torch.where(value.abs() >= self._half_width(rows), value.sign(), 0.0)
 
     def cuts(self, rows: Tensor, bias: Tensor) -> Tensor:
-        """(h,) where rows x + bias takes both signs inside the domain, beyond rounding."""
+        """(h,) whether rows x + bias takes both signs inside the domain, beyond rounding."""
         return (rows @ self.center + bias).abs() < self._half_width(rows) * (1 - 1e-6)
 
     def reach(self, rows: Tensor) -> Tensor:
-        """(h,) the greatest |rows x| over the domain."""
+        """(h,) the largest |rows x| on the domain."""
         return (rows @ self.center).abs() + self._half_width(rows)
 
     def holds(self, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Domain:
         return self._gauge(x - self.center) < 1
 
     def _gauge(self, away: Tensor) -> Tensor:
-        """(...) how far from the center, 1 at the border."""
+        """(...) the distance from the center in the norm of the domain, 1 on its boundary."""
         if self.factor.ndim == 1:
             unit = away / self.factor
         else:
@@ -112,15 +112,15 @@ class Domain:
         return length
 
     def along(self, way: Tensor, count: int, generator: torch.Generator, size: float) -> Tensor:
-        """(count, d) differences from the center along a direction, both ways, up to `size` of it."""
+        """(count, d) offsets from the center along a direction, of both signs, up to `size` times that direction."""
         way = way.to(self.center)
         reach = min(size, 0.999 / float(self._gauge(way)))
         part = (1 + torch.rand(count, 1, generator=generator, dtype=torch.float64)) / 2
-        part[::2] *= -1  # as many of each sign: units round on one side alone
+        part[::2] *= -1  # both signs equally often: some units round on one side only
         return reach * part.to(way) * way
 
     def sample(self, count: int, generator: torch.Generator, size: float = math.inf) -> Tensor:
-        """(count, d) inputs: uniform over the domain, or drawn in to within `size` of its center."""
+        """(count, d) inputs: uniform over the domain, scaled down to within `size` of its center."""
         d = len(self.center)
         if self.square:
             unit = 2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1
@@ -128,13 +128,13 @@ class Domain:
             way = torch.randn(count, d, generator=generator, dtype=torch.float64)
             length = torch.rand(count, 1, generator=generator, dtype=torch.float64) ** (1 / d)
             unit = way / way.norm(dim=1, keepdim=True) * length
-        unit = 0.999 * unit.to(self.center)  # rounding puts none of them outside
+        unit = 0.999 * unit.to(self.center)  # so that rounding puts none of them outside
         away = unit * self.factor if self.factor.ndim == 1 else unit @ self.factor.mT
         return self.center + min(1.0, size / max(float(away.norm(dim=1).max()), 1e-300)) * away
 
 
 def as_domain(value: object, inputs: int) -> Domain | None:
-    """What `domain=` may be: None, a Domain, a radius, a pair (low, high), or data (n, d)."""
+    """Converts `domain=`, which is None, a Domain, a radius, a pair (low, high), or data (n, d). Raises BadInput."""
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -58,9 +58,9 @@ def decide_by_flips(problem: Problem) -> Outcome:
         sentence = f"The block has {keys.count} different nonlinear units; {problem.width} units cannot reproduce them."
         out.obstructions.append(Obstruction(sentence, Certificate("count", {"keys": keys.count})))
     elif keys.spares < 0:
-        out.reason = "it takes more units than that exactly, but rounding may have told some of the units apart"
+        out.reason = "an exact replacement needs more units, but some of the units may differ only by rounding"
         if problem.block.phi.name == "hardswish":
-            out.reason = "HardSwish units can stand in for one another, so fewer may do"
+            out.reason = "HardSwish units can replace one another, so fewer units may be enough"
     elif keys.spares + doubt == 0:
         out.obstructions += _only_flips(dual)
         if problem.up.numel() + problem.down.numel() <= 2_000_000 and problem.output_bias:
@@ -71,18 +71,16 @@ def decide_by_flips(problem: Problem) -> Outcome:
         small = max(part.numel() * min(part.shape) for part in (problem.up, problem.down)) <= MAX_PRODUCTS
         if small:
             out.obstructions += _spectral(freer, keys.spares + doubt)
-        proof = "no general proof applies" if small else "weights this large are not compared by singular values"
+        proof = "no general proof applies" if small else "the singular values of weights this large are not computed"
         out.reason = f"{keys.spares} spare units could be used in more ways than were tried, and {proof}"
         if doubt:
             out.reason = (
-                f"{doubt} units differ from others, or from nothing, by no more than rounding of the stored weights: "
-                "exactly it may be impossible, but weights this close could absorb the skip"
+                f"{doubt} units differ from others, or from zero, by no more than rounding of the stored weights: "
+                "it may be impossible with exactly these weights, but weights this close could absorb the skip"
             )
         if out.lossy:
             dtype = str(problem.block.dtype).removeprefix("torch.")
-            out.reason = (
-                f"a replacement was found that loses too many digits stored in {dtype}; ask with block.double()"
-            )
+            out.reason = f"a replacement was found that loses too many digits stored in {dtype}; try block.double()"
     return out
 
 
@@ -90,12 +88,12 @@ def unproved_reason(problem: Problem) -> str | None:
     """Why an obstruction by flips would not be sound here, or None."""
     phi = problem.block.phi
     if not phi.trusted:
-        return f"more is not proved for the activation {phi.name!r}"
+        return f"nothing more is proved for the activation {phi.name!r}"
     if problem.caveat is not None:
         return problem.caveat
     if phi.name == "hardswish":
         if problem.domain is not None:
-            return "HardSwish on a bounded domain is not settled"
+            return "no result is known for HardSwish on a bounded domain"
         if bool(problem.bias.any()) and problem.max_parallel_rows() > 2:
             return "HardSwish units with parallel rows have relations of their own, so more than flips may be possible"
     return None
@@ -146,7 +144,7 @@ def _spectral(problem: Problem, spares: int) -> list[Obstruction]:
             right = (up[j - 1] if j <= len(up) else 0.0) + margin * up[0]
             if unit * left * right + slack < want:
                 sentence = (
-                    "The MLP is too weak to stand in for its skip: "
+                    "The weights of the MLP are too small to reproduce the skip: "
                     f"{unit:.3g} * {left:.3g} * {right:.3g} is less than {want:.3g}, singular values of the two "
                     "weights and of the skip."
                 )
@@ -157,12 +155,13 @@ def _spectral(problem: Problem, spares: int) -> list[Obstruction]:
 def _open(problem: Problem, keys: Keys, out: Outcome) -> str:
     if out.closest is not None:
         return (
-            f"a flip set comes within {out.closest / problem.skip_norm:.2g} of the skip (relative), which is more than "
-            "these weights' dtype loses and less than a coarser one that holds them exactly; tolerance= takes it"
+            f"a flip set comes within {out.closest / problem.skip_norm:.2g} of the skip (relative), which is above "
+            "the rounding of the weights' dtype and below that of a coarser dtype that holds them exactly; "
+            "tolerance= accepts it"
         )
     return (
-        f"no flip set was found and none could be ruled out; the rank-ones of the {keys.count} units are dependent, or "
-        "beside weights this large rounding alone could hide or make a skip"
+        f"no flip set was found and none could be ruled out; the rank-one terms of the {keys.count} units are "
+        "linearly dependent, or the weights are so large that rounding alone could explain a skip"
     )
 
 

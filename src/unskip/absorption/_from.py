@@ -38,7 +38,7 @@ class NoBlock:
 def block_of(source: object, example: object = None) -> Block:
     """A Block, or that of MlpParts or of a module with exactly one MLP site. Raises BadInput."""
     if isinstance(source, Block | MlpParts) and example is not None:
-        raise BadInput(f"absorb: example= is for a module; a {type(source).__name__} is asked about without one")
+        raise BadInput(f"absorb: example= is for a module; a {type(source).__name__} takes none")
     if isinstance(source, Block):
         return source
     if isinstance(source, nn.Module):
@@ -94,7 +94,7 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
     `alpha` is given where it differs from channel to channel.
     """
     if part.gated:
-        return NoBlock("its branch is multiplied by something made from the input")
+        return NoBlock("its branch is multiplied by something computed from the input")
     if not part.reads_stream:
         return NoBlock("its stream is scaled or changed on its way past the MLP, so the skip is not what the MLP reads")
     if part.extras or part.steps:
@@ -102,7 +102,7 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
     if part.site.kind == "parallel":
         return NoBlock("its MLP is added together with an attention")
     if part.site.projected or part.site.doubled:
-        return NoBlock("its stream is projected" if part.site.projected else "its branch carries the stream already")
+        return NoBlock("its stream is projected" if part.site.projected else "its branch already contains the stream")
     if part.curve is None:
         return NoBlock(
             "its activation is not the same function of every unit alone (as a PReLU with a slope for each channel is "
@@ -143,7 +143,7 @@ def read_block(traced: PartsTrace, part: MlpParts) -> Block | NoBlock:
     trace, index = traced.trace, part.site.index
     run = trace.last_runs[index]
     if not all(bool(trace.graph.values[node].isfinite().all()) for node in (run.stream, run.root)):
-        return NoBlock("what it reads on the example is NaN or infinite")
+        return NoBlock("its input on the example is NaN or infinite")
     alpha = trace.weights[index][0]
     return from_parts(part, alpha if isinstance(alpha, Tensor) and alpha.numel() > 1 else None)
 

@@ -77,7 +77,7 @@ class AbsorbableMLP(nn.Module):
             return plain(stored.replacement())
         verdict = absorb(block.double(), width=self.hidden)
         if verdict.status != "possible":
-            raise BadInput(f"AbsorbableMLP: {verdict.reason} Its rows have to span the input")
+            raise BadInput(f"AbsorbableMLP: {verdict.reason} The rows of its `up` layer have to span the input")
         made = verdict.replacement().stored_as(block)
         seen = compare_outputs(block, made, tolerance=SPLIT_TOLERANCE)
         if not seen.holds:

@@ -79,4 +79,4 @@ def check_weight(name: str, value: object, ndim: int) -> None:
         raise BadInput(f"{name} is {name_of}: cast it to bfloat16, which holds float8 weights exactly")
     bad = int((~torch.isfinite(value.detach())).sum())
     if bad:
-        raise BadInput(f"{name} has {bad} entries that are NaN or infinite; no verdict can stand on them")
+        raise BadInput(f"{name} has {bad} entries that are NaN or infinite; a verdict needs finite weights")

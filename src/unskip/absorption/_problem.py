@@ -159,11 +159,11 @@ def problem_of(block: Block, width: int, biases: Biases, domain: Domain | None =
     if "post" in block.norms:
         norm = block.norms["post"]
         if norm.kind == "other":
-            caveats.append("what the norm after the sum leaves of its input is not known")
+            caveats.append("the norm after the sum is neither a LayerNorm nor an RMSNorm")
         elif not norm.eps:
-            caveats.append("with eps = 0 the norm after the sum also hides a scale")
+            caveats.append("with eps = 0 the norm after the sum also removes the scale of its input")
         if norm.gain is not None and bool((norm.gain == 0).any()):
-            caveats.append("the norm after the sum has gains that are zero and hides those channels")
+            caveats.append("the norm after the sum has gains of zero, which remove those channels")
         if norm.kind == "layernorm":
             skip, down, const = (value - value.mean(0, keepdim=True) for value in (skip, down, const))
             rounding = 64 * len(down) * EPS

@@ -16,7 +16,7 @@ from torch import Tensor
 from unskip.absorption._activations import resolve
 from unskip.anatomy import GRID, Curve
 
-ADVICE = "; name it with absorption.register and ask about an absorption.Block"
+ADVICE = "; register it with absorption.register and pass an absorption.Block"
 Arguments = Sequence[object]  # of the operator, its input left out; a weight as a tensor
 
 
@@ -54,7 +54,7 @@ def _celu(given: Arguments) -> str:
 
 def _softplus(given: Arguments) -> str:
     if len(given) > 1 and given[1] < 20:  # type: ignore[operator]
-        raise Unreadable(f"softplus that is the identity beyond {given[1]}, which is not small enough to leave aside")
+        raise Unreadable(f"softplus with threshold {given[1]}; below 20 the threshold changes the function too much")
     return "softplus" if not given or given[0] == 1 else f"softplus:{given[0]}"
 
 
@@ -136,13 +136,13 @@ def read_activation(curve: Curve) -> str:
     names = words if len(others) == 1 else []
     names += [name for name, ways in FORMULAS.items() if spelling in ways]
     if not names:
-        raise Unreadable(f"made of {spelling.replace(' ', ', ')}, in a way that is none of the known ones{ADVICE}")
+        raise Unreadable(f"computed with {spelling.replace(' ', ', ')}, which matches no known formula{ADVICE}")
     if len(operators) - len(others) > MAX_POLYNOMIAL:
         raise Unreadable(f"more than {MAX_POLYNOMIAL} additions and multiplications")
     for name in names:
         if torch.allclose(resolve(name)[0].function(GRID), curve.values, rtol=1e-6, atol=1e-9):
             return resolve(name)[0].name
-    raise Unreadable(f"not one that is known{ADVICE}")
+    raise Unreadable(f"not a known one{ADVICE}")
 
 
 def _polynomial(name: str, given: Arguments) -> bool:

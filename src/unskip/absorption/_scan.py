@@ -187,7 +187,7 @@ def _row(site: Site, block: Block, read: Tensor | None, biases: Biases, asked: b
     verdict = absorb(block, biases=biases)
     bare = absorb(block.bare(), biases=biases) if block.norms else None
     local = None if block.phi.analytic or block.gated else _local(block, read, biases)
-    near, note = None, "what it reads could not be seen" if asked and read is None else ""
+    near, note = None, "its inputs could not be recorded" if asked and read is None else ""
     if read is not None:
         try:
             near = approximate(block.bare() if "post" in block.norms else block, read)

@@ -70,7 +70,7 @@ class Verdict:
         if self.weights is None:
             raise BadInput(
                 f"absorb: the verdict is {self.status}, so there is no replacement; "
-                "absorption.widen adds the units that it takes, absorption.approximate comes near at the same width"
+                "absorption.widen adds the units that are needed, absorption.approximate fits one of the same width"
             )
         return self.weights
 

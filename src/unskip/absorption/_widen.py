@@ -72,7 +72,7 @@ def _extras(block: Block, now: Verdict) -> list[int]:
     """Numbers of units to try, the least that is enough first."""
     least = now.extra_width
     if least is None:
-        raise BadInput(f"widen: {now.reason} No width is known to be enough; absorption.approximate comes near")
+        raise BadInput(f"widen: {now.reason} No width is known to be enough; absorption.approximate fits a replacement")
     most = 2 * max(skip_rank(block.matrix), 1)  # fresh pairs alone
     return sorted({max(least, 1), max(least, min(least + block.inputs // 8, most)), max(least, most)})
 
@@ -86,7 +86,7 @@ def _open_gates(block: Block, biases: Biases, now: Verdict) -> Verdict:
     assert block.gate is not None
     beta = 0.0 if height(0.0) else 1.0
     if (beta and not allows_gate_bias(block, biases)) or {"pre", "out"} & block.norms.keys():
-        hint = "" if block.norms else " With gate biases it can be done: ask with biases='allowed'"
+        hint = "" if block.norms else " With gate biases it is possible: pass biases='allowed'"
         raise BadInput(f"widen: {now.reason}{hint}")
     left, values, right = torch.linalg.svd(block.matrix, full_matrices=False)
     rank = int((values > 1e-12 * values[0]).sum())
@@ -104,7 +104,7 @@ def _open_gates(block: Block, biases: Biases, now: Verdict) -> Verdict:
     seen = compare_outputs(block, made)
     return Verdict(
         "possible" if seen.holds else "undecided",
-        f"With {rank} more units the skip is made up.",
+        f"{rank} more units reproduce the skip.",
         block,
         made.width,
         biases,
