@@ -1,22 +1,23 @@
-"""How data on disk are opened and read at ImageNet's number of images: folder, WebDataset tars, parquet files.
+"""Measures opening and reading of data sets with as many images as ImageNet: folder, WebDataset tars, parquet files.
 
     python benchmarks/data_scale.py --root FOLDER --out docs/results/data-scale.json
     python benchmarks/data_scale.py --root FOLDER --out docs/results/data-scale.json --states cold
     python benchmarks/data_scale.py --root SMALL --count 20000 --rounds 1 --seconds 3
 
-The set, 1,281,167 JPEGs of 40 x 40 pixels, is generated under --root where it is not there yet: ten minutes and 11 GB.
-The measurements take a quarter of an hour on two cores that do nothing else. Each is a process of its own, and is kept
-under --root at once: a run that is stopped and started again goes on with what is missing.
+The data set, 1,281,167 JPEGs of 40 x 40 pixels, is generated under --root if it is missing: this takes ten minutes and
+11 GB. The measurements take a quarter of an hour on two otherwise idle cores. Each runs in its own process, and its
+result is saved under --root immediately: a benchmark that is stopped and restarted continues with the missing
+measurements.
 
-    opening     seconds, first (making the index) and later
-    reading     images a second in random order with 2 workers, as normalised batches on the CPU, for --seconds seconds;
-                CPU time of all processes; memory of the process and its workers together, above that of the imports
-    killed      batches in the middle of an epoch, killed with SIGKILL and resumed, against some that were not killed
+    opening     seconds of the first opening, which builds the index, and of later ones
+    reading     images per second in random order with 2 workers, as normalised batches on the CPU, for --seconds
+                seconds; CPU time of all processes; memory of the process and its workers, less that after the imports
+    killed      whether batches in the middle of an epoch are the same if the reader is killed (SIGKILL) and resumed
 
 Readers: `Feed` over folder, tars and parquet files; torchvision's ImageFolder + DataLoader(shuffle=True); the package
-webdataset with shards shuffled and a buffer of 1,000 samples. They take turns, so that whatever else the machine does
-meets all of them. With the state cold the page cache is emptied before each opening and reading. A record in --out is
-added to: what it holds is not measured again.
+webdataset with shards shuffled and a buffer of 1,000 samples. They alternate, so that other load on the machine affects
+all of them. In the state `cold`, the page cache is emptied before each opening and reading. Measurements that the file
+--out already contains are not repeated.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ import torch
 
 SIDE, CLASSES, POOL = 40, 1000, 4096
 SOURCES, PEERS = ("folder", "tar", "parquet"), ("imagefolder", "webdataset")
-ACROSS = 100  # batches of the first of two epochs
-BEFORE, AFTER = 100, 20  # batches before a reading is killed, and after it is resumed
+ACROSS = 100  # batches read before the end of the first epoch
+BEFORE, AFTER = 100, 20  # batches before the reader is killed, and after it is resumed
 
 
 def pictures() -> list[bytes]:
-    """Encoded images of noise over a gradient, of about 1.1 kB each."""
+    """POOL encoded JPEGs of noise over a smooth background, about 1.1 kB each."""
     from PIL import Image
 
     random, found = numpy.random.default_rng(0), []
@@ -64,7 +65,7 @@ def pictures() -> list[bytes]:
 
 
 def image(pool: list[bytes], row: int) -> bytes:
-    """The image of a row; a comment in the file makes it unique."""
+    """The JPEG of a row, made unique by a comment in the file."""
     return b"\xff\xd8\xff\xfe\x00\x0a%08d" % row + pool[row * 2654435761 % POOL][2:]
 
 
@@ -95,7 +96,7 @@ def generate(root: Path, count: int) -> None:
         table = pyarrow.table({"image": column, "label": pyarrow.array(labels)})
         table = table.replace_schema_metadata({"huggingface": json.dumps(schema)})
         parquet.write_table(table, root / "parquet" / f"train-{start // each:05d}.parquet", row_group_size=1000)
-    (root / "count").write_text(str(count))  # last: a set without it is made anew
+    (root / "count").write_text(str(count))  # written last: a set without this file is generated again
 
 
 def source(root: Path, kind: str) -> str:
@@ -105,7 +106,7 @@ def source(root: Path, kind: str) -> str:
 
 
 def empty_cache(root: Path) -> str:
-    """Empties the page cache: all of it where that is permitted, else file by file."""
+    """Empties the page cache: all of it if permitted, otherwise file by file. Returns the method."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -132,10 +133,10 @@ def files(root: Path) -> Iterator[Path]:
 
 
 class Memory:
-    """The largest proportional set size of this process and its children, sampled, in MB above that at the start."""
+    """Samples the proportional set size of this process and its children; peak in MB above the value at the start."""
 
     def __init__(self) -> None:
-        self.base, self.most, self.ended = self._now(), 0.0, threading.Event()
+        self.base, self.peak, self.stopped = self._now(), 0.0, threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
 
@@ -145,7 +146,7 @@ class Memory:
             try:
                 lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
         return total / 1000
 
@@ -153,19 +154,19 @@ class Memory:
         return [int(each) for each in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
     def _watch(self) -> None:
-        while not self.ended.wait(0.5):
-            self.most = max(self.most, self._now() - self.base)
+        while not self.stopped.wait(0.5):
+            self.peak = max(self.peak, self._now() - self.base)
 
     def stop(self) -> float:
-        self.ended.set()
+        self.stopped.set()
         self.thread.join()
-        return self.most
+        return self.peak
 
 
 def opened(root: Path, kind: str) -> Any:
     from unskip.data import _parquet, _tar, open_images
 
-    # Sets of any size are read from disk here, so that a small --count shows what a large one does.
+    # Read sets of any size from disk, so that a small --count tests the same code as a large one.
     _parquet.SMALL = _tar.SMALL = 0
     return open_images(source(root, kind))
 
@@ -216,33 +217,33 @@ def reading(root: Path, name: str, options: argparse.Namespace) -> dict[str, flo
     if name in SOURCES:
         found = feed(root, name, options)
         end = found.steps_per_epoch
-        start = max(0, end - ACROSS)  # across the end of an epoch, where the order of the next is drawn
+        start = max(0, end - ACROSS)  # across the end of an epoch, where the next order is drawn
         batches: Any = (images for images, _ in found.iterate(start, start + end))
     else:
         batches = normalised((torchvision_batches if name == "imagefolder" else webdataset_batches)(root, options))
     images = next(batches)
-    first, before, seen = time.perf_counter(), time.process_time(), len(images)  # opening is measured apart
+    first, before, seen = time.perf_counter(), time.process_time(), len(images)  # opening is not included
     for images in batches:
         assert images.shape[1:] == (3, SIDE, SIDE)
         seen += len(images)
         if time.perf_counter() - first > options.seconds:
             break
     rate = (seen - options.batch) / (time.perf_counter() - first)
-    batches.close()  # ends the workers, whose CPU time counts from then on
+    batches.close()  # ends the workers, so that their CPU time is included
     spent = time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before
-    told = {"images a second": rate, "images": seen, "seconds to the first batch": first - begin}
-    return told | {"CPU microseconds an image": spent / seen * 1e6, "MB": memory.stop()}
+    row = {"images a second": rate, "images": seen, "seconds to the first batch": first - begin}
+    return row | {"CPU microseconds an image": spent / seen * 1e6, "MB": memory.stop()}
 
 
 def hashes(root: Path, kind: str, options: argparse.Namespace, start: int, stop: int) -> None:
-    """Prints a digest of each batch."""
+    """Prints a hash of each batch."""
     for images, labels in feed(root, kind, options).iterate(start, stop):
         digest = hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()
         print(digest, flush=True)
 
 
 def child(options: argparse.Namespace, *words: str) -> tuple[list[str], dict[str, str]]:
-    """The command of a measurement, and its environment: the index of the folder goes under --root, too."""
+    """The command of a measurement, and its environment, in which the index of the folder is below --root."""
     shared = ["--root", str(options.root), "--batch", str(options.batch), "--workers", str(options.workers)]
     shared += ["--seconds", str(options.seconds)]
     return [sys.executable, __file__, *shared, *words], os.environ | {"HOME": str(options.root / "home")}
@@ -256,7 +257,7 @@ def run(options: argparse.Namespace, *words: str) -> dict[str, Any]:
 
 
 def killed(options: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """Kills a reading in the middle of an epoch, resumes it, and compares with one that is not killed."""
+    """Kills a reader in the middle of an epoch, resumes it, and compares its batches with an uninterrupted reader."""
     middle = options.count // options.batch // 2
     start, stop = max(0, middle - BEFORE), middle + AFTER
 
@@ -264,7 +265,7 @@ def killed(options: argparse.Namespace, kind: str) -> dict[str, Any]:
         return child(options, "--task", "hashes", kind, str(begin), str(stop))
 
     words, settings = command(start)
-    quiet = subprocess.DEVNULL  # its workers complain that it is gone
+    quiet = subprocess.DEVNULL  # the workers report that their parent is gone
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=quiet, text=True, env=settings) as process:
         assert process.stdout is not None
         seen = [process.stdout.readline().strip() for _ in range(start, middle)]
@@ -279,7 +280,7 @@ def killed(options: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def plan(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    """The measurements: state of the page cache, what, and of which reader."""
+    """Yields the measurements: (state of the page cache, measurement, reader)."""
     for state in options.states:
         for kind in options.sources:
             yield state, "first opening", kind
@@ -305,7 +306,7 @@ def measured(options: argparse.Namespace, state: str, what: str, reader: str) ->
 
 
 def summary(options: argparse.Namespace, done: dict[str, Any]) -> dict[str, Any]:
-    """Medians over rounds, the largest memory, and rates over those of the peers."""
+    """Medians over rounds, peak memory, and rates relative to the peers."""
 
     def rounds(state: str, reader: str, key: str) -> list[float]:
         names = (name for name in done if name.startswith(f"{state} | reading"))
@@ -332,20 +333,22 @@ def summary(options: argparse.Namespace, done: dict[str, Any]) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, required=True, help="where the set is, or is generated")
-    parser.add_argument("--count", type=int, default=1_281_167, help="images")
+    parser.add_argument("--root", type=Path, required=True, help="folder of the data set; generated if missing")
+    parser.add_argument("--count", type=int, default=1_281_167, help="number of images")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=[*SOURCES])
-    parser.add_argument("--seconds", type=float, default=15, help="of each reading; inf for whole epochs")
-    parser.add_argument("--rounds", type=int, default=3, help="of each reading; the median is compared")
-    parser.add_argument("--states", nargs="+", choices=("warm", "cold"), default=["warm"], help="of the page cache")
+    parser.add_argument("--seconds", type=float, default=15, help="length of each reading; inf for whole epochs")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of each reading; medians are compared")
+    parser.add_argument(
+        "--states", nargs="+", choices=("warm", "cold"), default=["warm"], help="states of the page cache"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--task", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.task:
         for name in ("torchvision.datasets", "torchvision.transforms.v2", "pyarrow.parquet", "unskip.data"):
-            importlib.import_module(name)  # before anything is measured
+            importlib.import_module(name)  # imports are not measured
         torch.set_num_threads(1)
         what, reader, *steps = options.task
         if what == "hashes":

@@ -1,11 +1,12 @@
-"""Does a classifier gain when its shortcuts decay with depth? Residual against two products, under SOAP and AdamW.
+"""Compares classifiers with residual and decayed shortcuts (two effective decays), trained with SOAP and AdamW.
 
 python benchmarks/decay_classifier.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 8 --limit 1600
-python benchmarks/decay_classifier.py                                     # digits on the CPU, six steps a run
+python benchmarks/decay_classifier.py                                     # digits on the CPU, six steps per run
 
-Every model has mean pooling and a strong position code, as in skipless_gap.py. For each wiring and optimizer weight
-decay is chosen at the middle learning rate, then the learning rate at the best weight decay, on a tenth of the training
-set that is held out; a best rate at the edge adds the next one. What was chosen is trained on the whole training set.
+Every model has mean pooling and a strong position code, as in skipless_gap.py. For each wiring and optimizer, weight
+decay is chosen at the middle learning rate, then the learning rate at the best weight decay, by accuracy on a held-out
+tenth of the training set; if the best rate is at the edge of the grid, the grid is extended. The best setting is
+trained on the whole training set.
 
 search   20 epochs, held-out accuracy
 short    20 epochs, three seeds, test accuracy
@@ -23,9 +24,9 @@ from _skipless_run import BASE, EMA, Config, tell, value, work
 from _study import ROOT, Job, about, arguments, opened, search, serve, study
 
 WIRINGS = {"residual": "keep", "decay to 1e-2": "decay:product=0.01", "decay to 1e-3": "decay:product=0.001"}
-RATES = {"soap": 3e-3, "adamw": 1e-3}  # the middle ones; the others are a factor of two apart
+RATES = {"soap": 3e-3, "adamw": 1e-3}  # the middle of each grid, whose factor is 2
 DECAYS = {"soap": (0.3, 1.0), "adamw": (0.05, 0.3)}
-EDGES = 2  # how far from the middle rate the search goes, in factors of two
+EDGES = 2  # most steps of the search from the middle rate
 LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
 
 
@@ -35,7 +36,7 @@ def config_of(wiring: str, optimizer: str, lr: float, decay: float, **more: Any)
 
 
 def chosen_of(wiring: str, optimizer: str, done: dict[str, Any]) -> tuple[list[Job], Config | None]:
-    """The runs that a choice still needs, and the choice where it needs none."""
+    """The runs that the search still needs, and the best config once it is complete."""
 
     def job(step: int, decay: float) -> Job:
         lr = RATES[optimizer] * 2.0**step
@@ -45,7 +46,7 @@ def chosen_of(wiring: str, optimizer: str, done: dict[str, Any]) -> tuple[list[J
 
 
 def waiting(done: dict[str, Any]) -> Iterator[Job]:
-    """All that can be begun now, searches first."""
+    """Yields the runs that can start now, searches first."""
     pairs = [*itertools.product(RATES, WIRINGS)]
     found = {(optimizer, wiring): chosen_of(wiring, optimizer, done) for optimizer, wiring in pairs}
     for jobs, _ in found.values():
@@ -58,7 +59,7 @@ def waiting(done: dict[str, Any]) -> Iterator[Job]:
 
 
 def table(done: dict[str, Any]) -> str:
-    """Test accuracy by wiring, mean and standard deviation over seeds, with what was chosen."""
+    """Markdown table: test accuracy (mean and standard deviation over seeds) and the chosen settings by wiring."""
     lines = [
         "| length | optimizer | wiring | lr | weight decay | test accuracy | seeds | training loss |",
         "|---" * 8 + "|",

@@ -1,9 +1,9 @@
-"""What does `unskip demo` show? Its numbers as JSON, and its page as pictures for the docs.
+"""Runs `unskip demo`, records its results as JSON and takes screenshots of its report for the docs.
 
-python benchmarks/demo.py                       # the demo, then the rest
-python benchmarks/demo.py --runs runs/demo      # of a demo that was made already
-python benchmarks/demo.py --runs runs/demo --pictures docs/img       # chromium takes the pictures
-python benchmarks/demo.py --page report.html --pictures docs/img     # of a page that was written elsewhere; no JSON
+python benchmarks/demo.py                       # runs the demo, writes the JSON
+python benchmarks/demo.py --runs runs/demo      # uses an existing demo
+python benchmarks/demo.py --runs runs/demo --pictures docs/img       # also takes screenshots, with chromium
+python benchmarks/demo.py --page report.html --pictures docs/img     # screenshots of another report; no JSON
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def in_order(folder: Path) -> list[Path]:
-    """The runs of a demo, the first that was begun first."""
+    """The runs of a demo, sorted by start time."""
     found = [*folder.glob("*/config.json"), *folder.glob("*/seed-*/config.json")]
-    return sorted((each.parent for each in found), key=begun)
+    return sorted((each.parent for each in found), key=started)
 
 
-def begun(run: Path) -> float:
+def started(run: Path) -> float:
     return (run / "config.json").stat().st_mtime
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Configs, last numbers and numbers by block of every run of a demo, and how long it took."""
+    """Configs, last results and results by block of every run of a demo, and its duration."""
     import torch
 
     from unskip.report import _charts, _names, read
@@ -46,9 +46,9 @@ def record(folder: Path) -> dict[str, Any]:
             "seconds in steps": sum(row["seconds"] for row in run.metrics),
             "warnings": sorted({str(row["warning"]) for row in run.warnings}),
         }
-    about, first = groups[0].runs[0].about, begun(groups[0].runs[0].path)
+    about, first = groups[0].runs[0].about, started(groups[0].runs[0].path)
     device = f"{platform.machine()} CPU" if about["device"] == "cpu" else torch.cuda.get_device_name(about["device"])
-    # The folder may hold where data lies on the machine that ran it: only names of data are kept.
+    # Only file names of data are recorded, not paths on the machine that ran the demo.
     return {
         "script": "benchmarks/demo.py",
         "device": device,
@@ -60,13 +60,13 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def pictures(page: Path, out: Path) -> None:
-    """The top of a page, its figures in the dark, its pictures, and a phone."""
+    """Takes screenshots of a report: its top, its figures (also in dark mode), its pictures, and on a phone."""
     sys.path.insert(0, str(ROOT))
     from PIL import Image
     from tests.report.browser import Browser
 
     with Browser() as browser:
-        for name, place, width, height, dark in (
+        for name, section, width, height, dark in (
             ("report", "content", 1180, 640, False),
             ("report-depth", "depth", 1180, 860, False),
             ("report-dark", "depth", 1180, 470, True),
@@ -75,7 +75,7 @@ def pictures(page: Path, out: Path) -> None:
         ):
             browser.open(page, width, height, dark)
             if name != "report":
-                browser.run(f"document.getElementById('{place}').scrollIntoView({{behavior: 'instant'}})")
+                browser.run(f"document.getElementById('{section}').scrollIntoView({{behavior: 'instant'}})")
             file = out / f"{name}.png"
             browser.screenshot(file)
             Image.open(file).convert("RGB").save(file, optimize=True)
@@ -85,9 +85,9 @@ def pictures(page: Path, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--runs", type=Path, help="the folder of a demo that was made already")
-    parser.add_argument("--page", type=Path, help="a page that was written elsewhere, for --pictures")
-    parser.add_argument("--pictures", type=Path, help="where pictures of the page go")
+    parser.add_argument("--runs", type=Path, help="folder of an existing demo")
+    parser.add_argument("--page", type=Path, help="an existing report, for --pictures")
+    parser.add_argument("--pictures", type=Path, help="folder of the screenshots")
     parser.add_argument("--json", type=Path, default=ROOT / "docs" / "results" / "demo-digits.json")
     args = parser.parse_args()
     if args.page is None:

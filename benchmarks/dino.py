@@ -1,26 +1,26 @@
-"""Does DINO give a ViT without residuals better dense features? One study, many short runs.
+"""Compares the dense features of DINO with and without residual connections, in many short runs.
 
     python benchmarks/dino.py --data DATA --device cuda --workers 3 --limit 540
-    python benchmarks/dino.py                       # digits on the CPU, tiny models, no dense sets: to see that it runs
-    python benchmarks/dino.py --data DATA --show    # tables and figures of what is there; runs nothing
+    python benchmarks/dino.py                       # smoke test: tiny models on digits, on the CPU, no dense sets
+    python benchmarks/dino.py --data DATA --show    # tables and figures of the recorded runs; runs nothing
 
 DATA is a folder with tinyimagenet100, cifar10 and pets as parquet files. Models are pretrained on the first two
 together at 64 pixels in patches of 8, and evaluated on them by kNN, rank and probes, and on pets by segmentation
 and object discovery.
 
-    rate       a third, once and three times a learning rate, and one step further where the best is at an end; a third
-               of the steps, evaluated on a tenth of the training set that is held out (no image that is tested on is
-               seen). For SOAP, for AdamW and with labels the best of each of the two models is taken from there on
-    main       residual and without residuals + init, by AdamW and by SOAP; SOAP with two seeds
-    remedy     without residuals: centred and sharper attention, skips annealed away, decayed, cut in the MLPs alone,
+    rate       a third, one and three times a learning rate, and one step further if the best is at an end; a third of
+               the steps, evaluated on a held-out tenth of the training set (no test image is used). The best rate of
+               each of the two models is used in the other runs with SOAP, with AdamW and with labels
+    main       residual and without residuals + init, with AdamW and SOAP; SOAP with two seeds
+    remedy     without residuals: centred and sharper attention, skips annealed away, decayed, cut only in the MLPs,
                the mean of patches instead of the class token, slower teacher, Sinkhorn
-    depth      fewer blocks without residuals, against all of the residual model
-    labels     the same two models trained with labels: is the hierarchy richer there, too?
-    contrast   SimCLR with and without decay, at one learning rate: what the first paper warns of
+    depth      fewer blocks without residuals, compared with the full residual model
+    labels     the same two models trained with labels: does the feature hierarchy become richer there, too?
+    contrast   SimCLR with and without decay, at one learning rate: the case that the first paper warns of
 
-Several runs go side by side, in processes that stay. A result is added to the JSON when its run is done, and what is
-there is not run again. What still runs at the limit is stopped; its folder (--runs) holds a checkpoint, from which the
-same command goes on.
+Runs are parallel, in processes that are reused. A result is added to the JSON when its run is done, and recorded runs
+are not repeated. Runs that are not done at the limit are stopped; their folders (--runs) contain checkpoints, from
+which the same command continues.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from _study import ROOT, Job, about, arguments, folder_of, opened, release, serv
 LR = {"adamw": 5e-4, "soap": 1e-3, "muon": 1e-3}
 SKIPLESS = {"shortcut": "cut", "init": "skipless:vit-small"}
 DENSE = ("segment-linear-v1", "segment-ridge-v1", "discover-tokencut-v1")
-PROBE = {"iterations": 100}  # of L-BFGS, for every block; the protocol has 1000
-KNOWN = 20_000  # images of the training set that kNN and probes learn from
+PROBE = {"iterations": 100}  # of L-BFGS, by block; the protocol has 1000
+KNOWN = 20_000  # training images of kNN and probes
 PETS = {1: 1, 2: 0, 3: 255}  # the trimap: pet, background, border
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespace) -> list[Job]:
-    """What is still to be run, what matters most first; what a missing result decides is not there yet."""
+    """The runs that are not done, by priority, without those whose settings depend on missing results."""
     depth = int(dict(word.split("=") for word in fields["model_args"].split(","))["depth"])
 
     def shallow(blocks: int) -> dict[str, str]:
@@ -60,13 +60,13 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
     pooled = {"model_args": f"{fields['model_args']},global_pool=avg"}
     strong, fade = options.strong, f"anneal:keep>cut@{options.steps // 2}"
     shorter = {"steps": options.steps // 3, "evaluate_every": max(1, options.steps // 9), "validate": True}
-    if "data" in fields:  # a file called val is what others are tested on: the part held out is one of training
+    if "data" in fields:  # held out from the training files, since files called val are test sets
         shorter |= {"data": fields["data"].replace("{split}", "train"), "online_images": 10_000}
     models = {"residual": {}, "skipless": SKIPLESS}
     ways = {strong: {}, "adamw": {}, "labels": {"recipe": "supervised"}}
 
     def trials(way: str) -> list[Job]:
-        """The runs that choose a learning rate."""
+        """The runs of the learning-rate search."""
         optimizer = strong if way == "labels" else way
         return [
             (f"rate | {name} | {way} | x {times:.3g}", {**ways[way], **config, **by(optimizer, times), **shorter})
@@ -75,7 +75,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
         ]
 
     def chosen(way: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """What residual and skipless are trained with, once their learning rates are known."""
+        """The configs of the residual and the skipless model; None until their learning rates are chosen."""
         best = [best_rate(done, name, way) for name in models]
         if None in best:
             return None
@@ -89,7 +89,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
             result.append((f"main | residual | {strong} | seed {seed}", {**mine, "seed": seed}))
             result.append((f"main | skipless | {strong} | seed {seed}", {**without, "seed": seed}))
         result += [
-            # At the start the patches of an image are alike from the eighth block on, and least with both of these.
+            # At initialisation, patches of an image are similar from the eighth block on; these two together help most.
             (f"remedy | centred, sharper | {strong}", {**without, "init": "skipless:vit-small,centre,beta=2"}),
             (f"remedy | annealed + init | {strong}", {**without, "shortcut": fade}),
             (f"remedy | sharper attention | {strong}", {**without, "init": "skipless:vit-small,beta=2"}),
@@ -108,7 +108,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
         ("contrast | keep | adamw", {"recipe": "simclr", **by("adamw")}),
         ("contrast | decay:0.6 | adamw", {"recipe": "simclr", "shortcut": "decay:0.6", **by("adamw")}),
     ]
-    if pair is not None:  # what is good to know, where there is time
+    if pair is not None:  # low priority
         result += [
             (f"depth | residual, {depth // 2} blocks | {strong}", {**mine, **shallow(depth // 2)}),
             (f"remedy | momentum 0.998 | {strong}", {**without, "momentum": 0.998}),
@@ -125,7 +125,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
 
 
 def planned(config: dict[str, Any]) -> Any:
-    """The config of a run; fields that its recipe has not are left out."""
+    """The config of a run, without the fields that its recipe does not have."""
     from dataclasses import fields
 
     import unskip
@@ -134,26 +134,26 @@ def planned(config: dict[str, Any]) -> Any:
     recipe = unskip.recipes.RECIPES[values.pop("recipe")]
     preset = values.pop("preset")
     if recipe.name == "supervised":
-        values["model_args"] += ",dynamic_img_size=true"  # pets are evaluated at another size
+        values["model_args"] += ",dynamic_img_size=true"  # pets are evaluated at a different size
         values["weight_decay"] = 0.05
     known = {field.name for field in fields(recipe.config)}
     return getattr(unskip.recipes, recipe.name)(preset, **{key: each for key, each in values.items() if key in known})
 
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
-    """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
+    """Trains or resumes, then evaluates, one run in this process; None if it was stopped."""
 
     import unskip
     from unskip.training import RunFolder
 
     warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
     start, folder, config = time.perf_counter(), Path(task["folder"]), planned(task["config"])
-    told = {key: value for key, value in task["config"].items() if key not in ("data", "device")}
-    result: dict[str, Any] = {"config": told}
+    recorded = {key: value for key, value in task["config"].items() if key not in ("data", "device")}
+    result: dict[str, Any] = {"config": recorded}
     run = RunFolder(folder)
     try:
-        going = (folder / "config.json").exists()
-        outcome = unskip.resume(folder, quiet=True) if going else unskip.train(config, folder, quiet=True)
+        resumed = (folder / "config.json").exists()
+        outcome = unskip.resume(folder, quiet=True) if resumed else unskip.train(config, folder, quiet=True)
         if not outcome.finished:
             return None
         trained = time.perf_counter()
@@ -162,15 +162,15 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         result["judged_seconds"] = time.perf_counter() - trained
     except unskip.errors.TrainingError as error:
         if isinstance(error.__cause__, OSError):
-            raise  # a full disk says nothing of the model
+            raise  # such as a full disk, not a failure of the model
         result["diverged"] = str(error).partition(": ")[2]
-    except unskip.errors.BadInput as error:  # such as features that are not finite: no reason to end the study
+    except unskip.errors.BadInput as error:  # such as non-finite features; the study continues
         if not run.read("metrics.jsonl"):
-            raise  # it did not begin
+            raise  # the run did not start
         result["not_judged"] = str(error)
     metrics, looks = run.read("metrics.jsonl"), run.read("evals.jsonl")
     online = [row for row in looks if "rank_block_0" in row]
-    right = ("val_accuracy", "test_accuracy")  # of a run with labels
+    right = ("val_accuracy", "test_accuracy")  # only in runs with labels
     keys = ("loss", "teacher_entropy", "teacher_spread", "divergence", "aligned", "apart", "gradient_norm")
     thinned = metrics[:: max(1, len(metrics) // 60)]
     result |= {
@@ -199,7 +199,7 @@ def _first_warnings(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def evaluated(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
-    """kNN, rank and probes by block on its own data, CKA between blocks; segmentation and discovery on pets."""
+    """Results by block: kNN, rank and probes on the pretraining data, CKA; segmentation and discovery on pets."""
     import torch
 
     from unskip import data, evals
@@ -213,7 +213,7 @@ def evaluated(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     if run.encoder.cls_token is None:
         token = mean
     sides = []
-    # Asked for as the recipes ask, so that what a worker has decoded serves here, too.
+    # Opened with the same arguments as in the recipes, so that the cache of decoded images is used.
     for images, most in zip(open_splits(run.config, split="test"), (KNOWN, 2 * KNOWN), strict=True):
         images = data.subset(images, most)
         feed = data.Feed(images, 1024, run.config.size, device=device)
@@ -250,14 +250,14 @@ def evaluated(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {"ignore": 255, "batch": 512}
     counted = masked[1][1][masked[1][1] != 255]
     result["segment"] = {
-        "always background": (counted == 0).double().mean().item() / 2,  # what nothing learned has
+        "always background": (counted == 0).double().mean().item() / 2,  # the baseline without learning
         "single": evals.segment(run.encoder, *masked, 2, blocks=last, **options).mean_iou,
         "multi-scale": evals.segment(run.encoder, *masked, 2, blocks=several, **options).mean_iou,
         "by block (ridge)": [each.values["mean_iou"] for each in curves(run.encoder, pair, "segment-ridge-v1")],
     }
     curve = [each.values for each in curves(run.encoder, pair, "discover-tokencut-v1")]
     result["discover"] = {key: [round(row[key], 4) for row in curve] for key in curve[0]}
-    # Which block is best is asked of the training images, so that the test says how good it is.
+    # The best block is chosen on the training images, so that its test result is unbiased.
     known = [each.values for each in curves(run.encoder, pair[::-1], "discover-tokencut-v1")]
     result["discover"]["corloc, train"] = [round(row["corloc"], 4) for row in known]
     if task["picture"] is not None:
@@ -268,7 +268,7 @@ def evaluated(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def curves(encoder: Any, pair: Any, protocol: str) -> list[Any]:
-    """A protocol of masks or boxes over depth, on the second set of a pair."""
+    """Results by block of a protocol on masks or boxes, for the second set of a pair."""
     from unskip import evals
 
     sets = [dataclasses.replace(each, ignore=255) for each in pair]
@@ -276,17 +276,17 @@ def curves(encoder: Any, pair: Any, protocol: str) -> list[Any]:
 
 
 def keep_features(file: str) -> None:
-    """Leaves the columns of features and attention: the photographs of the set may not be published."""
+    """Crops a sheet to its feature and attention columns, since the photographs may not be published."""
     from PIL import Image
 
     sheet = Image.open(file)
-    column = (sheet.width + 2) // 7  # image, four blocks, attention, what was found
+    column = (sheet.width + 2) // 7  # columns: image, four blocks, attention, discovered object
     sheet.crop((column, 0, 6 * column - 2, sheet.height)).save(file, optimize=True)
 
 
 @functools.cache
 def pets(source: str, split: Any, size: int) -> Any:
-    """Decoded once in a process."""
+    """The pets data set, cached in the process."""
     from unskip.data import open_dense
 
     return open_dense(source, split, size=size, values=PETS)
@@ -296,11 +296,13 @@ def main() -> None:
     parser = arguments(__doc__, "dino-64.json; of digits build/dino-digits.json")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--strong", default="soap", choices=["soap", "muon"], help="the optimizer beside AdamW")
-    parser.add_argument("--lr", type=float, default=1.0, help="a factor of all learning rates")
+    parser.add_argument(
+        "--strong", default="soap", choices=["soap", "muon"], help="the second optimizer, besides AdamW"
+    )
+    parser.add_argument("--lr", type=float, default=1.0, help="factor on all learning rates")
     parser.add_argument("--judge-size", type=int, default=128, help="pixels at which pets are evaluated")
-    parser.add_argument("--compile", action="store_true", help="compile each model: pays off side by side on a GPU")
-    parser.add_argument("--img", type=Path, help="where figures and pictures go (default docs/img)")
+    parser.add_argument("--compile", action="store_true", help="compile each model; useful with parallel runs on a GPU")
+    parser.add_argument("--img", type=Path, help="folder of figures and pictures (default docs/img)")
     options = parser.parse_args()
     if options.work:
         serve(work)

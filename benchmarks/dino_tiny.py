@@ -1,14 +1,14 @@
-"""Dense features of DINO without skips, with what training with labels has taught: heads and units that carry tokens.
+"""Compares dense features of DINO with and without skips, using the paired initialisation of skipless_tiny.py.
 
     python benchmarks/dino_tiny.py --data DATA --device cuda --workers 3 --limit 1500
-    python benchmarks/dino_tiny.py                          # digits on the CPU, tiny models: to see that it runs
+    python benchmarks/dino_tiny.py                          # smoke test: tiny models on digits, on the CPU
 
-DATA is a folder with tinyimagenet200 and pets as parquet files. Models 192 wide with 12 blocks, six heads of 64, no
-class token and sine-cosine position codes as long as the patches are pretrained on Tiny-ImageNet-200 for 30 epochs, and
-evaluated as in dino.py: kNN, probes and patch rank by block, segmentation and object discovery on pets.
+DATA is a folder with tinyimagenet200 and pets as parquet files. Models have 12 blocks of width 192, six heads of 64, no
+class token and sine-cosine position codes of the same norm as the patches. They are pretrained on Tiny-ImageNet-200 for
+30 epochs, and evaluated as in dino.py: kNN, probes and patch rank by block, segmentation and object discovery on pets.
 
-    rate    two learning rates of each wiring, 3 epochs, kNN on a tenth of the training set that is held out
-    main    30 epochs at the better one by SOAP: residual, no skips, MLPs' skips cut, decay; then by AdamW
+    rate    two learning rates per wiring, 3 epochs, kNN on a held-out tenth of the training set
+    main    30 epochs at the better one with SOAP: residual, no skips, MLPs' skips cut, decay; then with AdamW
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EPOCHS, TRIAL = 30, 3
 
 
 def jobs(done: dict[str, Any], carry: int) -> list[Job]:
-    """What can be begun now, the pair that decides first."""
+    """The runs that can start now, by priority."""
     trials: list[Job] = []
     mains: list[Job] = []
     for optimizer, (name, wiring) in itertools.product(RATES, WIRINGS.items()):
@@ -49,7 +49,7 @@ def jobs(done: dict[str, Any], carry: int) -> list[Job]:
 
 def main() -> None:
     parser = arguments(__doc__, "dino-tiny.json; of digits build/dino-tiny-digits.json")
-    parser.add_argument("--steps", type=int, help="of every run, to see that it works")
+    parser.add_argument("--steps", type=int, help="steps of every run, for a smoke test")
     options = parser.parse_args()
     if options.work:
         serve(work)

@@ -1,16 +1,16 @@
-"""How fast is TokenCut in batches? `unskip.evals.tokencut` against scipy's eigen-solver, image by image.
+"""Compares the speed of batched TokenCut, `unskip.evals.tokencut`, with scipy's eigensolver on single images.
 
     python benchmarks/discover.py                                   # on the CPU, 2 threads
-    python benchmarks/discover.py --device cuda                     # on a GPU, against scipy on the same machine's CPU
+    python benchmarks/discover.py --device cuda                     # on a GPU, compared with scipy on its host
     python benchmarks/discover.py --images DATA/pets-{split}.parquet   # graphs of real images
 
-    solver    second eigenvectors of graphs that are there, against eigh(D - A, D, subset_by_index=[1, 1])
-    whole     features to masks, against the whole published algorithm in numpy and scipy
+    solver    second eigenvectors of given graphs, compared with eigh(D - A, D, subset_by_index=[1, 1])
+    whole     features to masks, compared with the published algorithm in numpy and scipy
 
-scipy runs with 1, 2, 4, ... threads, and its best counts. Features are patches of pixels, normalised, with some noise.
-Those of --images have spectra as mixed as those of real features, and the bars are for them. Made-up ones, an object in
-noise, are the worst case: the second eigenvalue lies at the edge of a bulk, and most graphs end in the dense solver.
-JSON goes to docs/results/discover-{cpu,gpu}.json.
+scipy runs with 1, 2, 4, ... threads, and its best time is used. Features are normalised patches of pixels with some
+noise. Graphs of --images have spectra as varied as those of real features, and the targets are for them. Synthetic
+images, an object in noise, are the worst case: the second eigenvalue lies at the edge of a bulk, and most graphs need
+the dense solver. The JSON is written to docs/results/discover-{cpu,gpu}.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
 
 def features(side: int, count: int, images: str | None) -> Tensor:
-    """(count, side * side, 192): patches of 8 x 8 pixels."""
+    """Features (count, side * side, 192): patches of 8 x 8 pixels."""
     draw = torch.Generator().manual_seed(0)
     if images is None:
         rows, columns = torch.meshgrid(torch.arange(8 * side), torch.arange(8 * side), indexing="ij")
@@ -50,16 +50,16 @@ def features(side: int, count: int, images: str | None) -> Tensor:
         pixels = torch.where(inside[:, None], colours[:, 0], colours[:, 1])
         pixels = pixels + 60 * torch.randn(pixels.shape, generator=draw)
     else:
-        held = unskip.data.open_images(images, "test").images
-        assert held is not None
-        pixels = F.interpolate(held[torch.arange(count) % len(held)].float(), (8 * side, 8 * side), mode="bilinear")
+        loaded = unskip.data.open_images(images, "test").images
+        assert loaded is not None
+        pixels = F.interpolate(loaded[torch.arange(count) % len(loaded)].float(), (8 * side, 8 * side), mode="bilinear")
     patches = F.unfold(pixels - pixels.mean((2, 3), keepdim=True), 8, stride=8).mT
     unit = F.normalize(patches, dim=2)
     return unit + 0.06 * torch.randn(unit.shape, generator=draw)
 
 
 def published(x: numpy.ndarray, side: int) -> numpy.ndarray:
-    """The published algorithm for one image."""
+    """The mask (side, side) that the published algorithm gives for the features of one image."""
     x = x / numpy.linalg.norm(x, axis=1, keepdims=True)
     affinity = numpy.where(x @ x.T > 0.2, 1.0, 1e-5)
     degrees = numpy.diag(affinity.sum(1))
@@ -71,7 +71,7 @@ def published(x: numpy.ndarray, side: int) -> numpy.ndarray:
 
 
 def seconds(work: Callable[[], object], rounds: int, cuda: bool) -> list[float]:
-    taken = []
+    times = []
     for _ in range(rounds + 1):
         if cuda:
             torch.cuda.synchronize()
@@ -79,8 +79,8 @@ def seconds(work: Callable[[], object], rounds: int, cuda: bool) -> list[float]:
         work()
         if cuda:
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begin)
-    return taken[1:]  # the first one warms up
+        times.append(time.perf_counter() - begin)
+    return times[1:]  # without the warm-up
 
 
 def measured(side: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def measured(side: int, options: argparse.Namespace) -> dict[str, Any]:
     count = options.batch or ((4096 if side < 20 else 512) if cuda else (128 if side < 20 else 16))
     x = features(side, count, options.data).to(options.device)
     edges = torch.cat([_edges(part, 0.2) for part in x.split(256)])
-    few = x[: options.compared].cpu().numpy()
+    compared = x[: options.compared].cpu().numpy()
     graphs = numpy.where(edges[: options.compared].cpu().numpy(), 1.0, 1e-5)
 
     def solve() -> list[numpy.ndarray]:
@@ -98,13 +98,13 @@ def measured(side: int, options: argparse.Namespace) -> dict[str, Any]:
             result.append(linalg.eigh(degrees - graph, degrees, subset_by_index=[1, 1])[1][:, 0])
         return result
 
-    theirs: dict[str, Any] = {"solver": {}, "whole": {}}
+    scipy_seconds: dict[str, Any] = {"solver": {}, "whole": {}}
     threads = [n for n in (1, 2, 4, 8, 16) if n <= (os.cpu_count() or 1)]
     for number in threads:
         with threadpool_limits(number):
-            for name, work in (("solver", solve), ("whole", lambda: [published(each, side) for each in few])):
-                each = statistics.median(seconds(work, options.rounds, False)) / len(few)
-                theirs[name][str(number)] = each
+            for name, work in (("solver", solve), ("whole", lambda: [published(each, side) for each in compared])):
+                each = statistics.median(seconds(work, options.rounds, False)) / len(compared)
+                scipy_seconds[name][str(number)] = each
     chunk = 256 if cuda else count
 
     def ours() -> None:
@@ -113,30 +113,31 @@ def measured(side: int, options: argparse.Namespace) -> dict[str, Any]:
 
     with threadpool_limits(options.threads):
         torch.set_num_threads(options.threads)
-        mine = {
+        own_seconds = {
             "solver": statistics.median(seconds(ours, options.rounds, cuda)) / count,
             "whole": statistics.median(seconds(lambda: unskip.evals.tokencut(x, (side, side)), options.rounds, cuda))
             / count,
         }
         result = unskip.evals.tokencut(x[: options.compared], (side, side))
-    same = [
-        bool((published(each, side) == mask).all()) for each, mask in zip(few, result.masks.cpu().numpy(), strict=True)
+    equal = [
+        bool((published(each, side) == mask).all())
+        for each, mask in zip(compared, result.masks.cpu().numpy(), strict=True)
     ]
     sure = result.sure.cpu().tolist()
     row: dict[str, Any] = {"tokens": f"{side} x {side}", "batch": count, "gap, median": float(result.gaps.median())}
     for name in ("solver", "whole"):
-        best = min(theirs[name].values())
+        best = min(scipy_seconds[name].values())
         row[name] = {
-            "ours_ms": 1e3 * mine[name],
+            "ours_ms": 1e3 * own_seconds[name],
             "scipy_ms": 1e3 * best,
-            "times": best / mine[name],
-            "scipy": theirs[name],
+            "times": best / own_seconds[name],
+            "scipy": scipy_seconds[name],
         }
     row["masks"] = {
-        "compared": len(same),
+        "compared": len(equal),
         "sure": sum(sure),
-        "equal": sum(same),
-        "sure and different": sum(s and not e for s, e in zip(sure, same, strict=True)),
+        "equal": sum(equal),
+        "sure and different": sum(s and not e for s, e in zip(sure, equal, strict=True)),
     }
     return row
 
@@ -144,10 +145,10 @@ def measured(side: int, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--images", dest="data", help="a parquet file of images (default: made up)")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="of torch, on the CPU")
+    parser.add_argument("--images", dest="data", help="a parquet file of images (default: synthetic images)")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="CPU threads of torch")
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--compared", type=int, default=16, help="images that scipy solves")
+    parser.add_argument("--compared", type=int, default=16, help="number of images for scipy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sides", default="14,28")
     parser.add_argument("--out", type=Path)

@@ -1,11 +1,12 @@
-"""Can the skips of a trained model be taken away? Annealed to nothing, with the original as a teacher, and without.
+"""Removes the skips of a trained model by annealing or cutting them, with and without distillation from the original.
 
     python benchmarks/fade.py                                                # digits on the CPU, minutes
     python benchmarks/fade.py --preset cifar --data "DATA/cifar10-{split}.parquet" --device cuda
 
-A residual ViT is trained once. From its weights every student trains for as long again: with its skips (control), cut
-at once, or annealed from 1 to 0 over the first half; on labels, or on the original's answers. Beside them the original
-with its skips cut and no training, and a residual-free model that starts from `skipless_` instead of trained weights.
+A residual ViT is trained once. Every student starts from its weights and trains for the same number of steps: with its
+skips (control), with skips cut at once, or annealed from 1 to 0 over the first half; on labels, or on outputs of the
+original. The baselines are the original with its skips cut, without training, and a residual-free model initialised by
+`skipless_`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def main() -> None:
     parser.add_argument("--preset", default="digits")
     parser.add_argument("--data")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=440, help="of the original, and of every student")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW, for the students")
+    parser.add_argument("--steps", type=int, default=440, help="training steps of the original and of every student")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of the students (AdamW)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Faults on purpose: runs that are killed, run out of disk or lose a checkpoint must continue to the same weights.
+"""Fault injection: runs that are killed, fill the disk or lose a checkpoint must resume and reach the same weights.
 
-    python benchmarks/faults.py --kills 100            # writes docs/results/faults.json; as root, for the small disks
-    python benchmarks/faults.py --exits 200            # adds sharded runs of two processes: none may abort
+    python benchmarks/faults.py --kills 100            # writes docs/results/faults.json; mounting disks needs root
+    python benchmarks/faults.py --exits 200            # adds FSDP runs of two processes: none may abort
 
-A kill is SIGKILL at a random moment of a tiny run on digits, over recipes and optimizers; the run is then resumed and
-must end with the files of a run that was never hurt: weights, EMA and optimizer, byte for byte, and the same losses.
-Every other fault must leave one line that says what is wrong and no traceback, and the last good checkpoint.
-Processes are forked from this one, which has imported everything.
+Tiny runs on digits, over recipes and optimizers, are killed by SIGKILL at a random time. The run is then resumed, and
+must end with the same files as an uninterrupted run: weights, EMA and optimizer state, byte for byte, and the same
+losses. After any other fault, there must be a one-line error message without a traceback, and the last good checkpoint
+must remain. All processes are forked from this one, after all imports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import accelerate  # noqa: F401  (with the next ones: before the fork)
+import accelerate  # noqa: F401  (this and the next imports: before the fork)
 import timm  # noqa: F401
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
@@ -60,7 +60,7 @@ COMMON |= {"device": "cpu", "health": False, "preset": "digits"}
 
 
 def forked(work: Callable[[], int], log: Path) -> int:
-    """Starts a process; its output goes to a file. Returns its number."""
+    """Starts `work` in a forked process, with its output in `log`; returns its process ID."""
     child = os.fork()
     if child:
         return child
@@ -79,7 +79,7 @@ def forked(work: Callable[[], int], log: Path) -> int:
         os._exit(code)
 
 
-def ended(child: int) -> int:
+def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -95,8 +95,8 @@ def resume(out: Path) -> int:
     return cli.main(["resume", str(out), "--quiet"])
 
 
-def again(recipe: str, optimizer: str, out: Path) -> int:
-    """Continues a run; one that was killed before it had a config starts anew."""
+def resume_or_train(recipe: str, optimizer: str, out: Path) -> int:
+    """Resumes a run, or restarts it if it was killed before its config was written."""
     if (out / "config.json").is_file():
         return resume(out)
     shutil.rmtree(out, ignore_errors=True)
@@ -104,7 +104,7 @@ def again(recipe: str, optimizer: str, out: Path) -> int:
 
 
 def difference(whole: Path, other: Path) -> str | None:
-    """The first file or loss that is another; None where the runs are the same."""
+    """The first file that differs between two runs, or "losses"; None if the runs are equal."""
     for name in FILES:
         ends = [run / "checkpoints" / f"step-{STEPS}" / name for run in (whole, other)]
         if ends[0].read_bytes() != ends[1].read_bytes():
@@ -114,29 +114,29 @@ def difference(whole: Path, other: Path) -> str | None:
 
 
 def kills(count: int, seed: int, folder: Path, until: float) -> dict[str, Any]:
-    """Kills runs at random moments, resumes them, and compares them with runs that were never hurt."""
+    """Kills runs at random times, resumes them, and compares them with uninterrupted runs."""
     draw = random.Random(seed)
     pairs = [*product(RECIPES, OPTIMIZERS)]
     draw.shuffle(pairs)
     whole: dict[tuple[str, str], tuple[Path, float]] = {}
     rows: list[dict[str, Any]] = []
-    late = 0  # runs that had ended before they were to be killed
+    late = 0  # runs that ended before they were killed
     while len(rows) < count and time.time() < until:
         recipe, optimizer = pair = pairs[(len(rows) + late) % len(pairs)]
         if pair not in whole:
-            out, begun = folder / f"{recipe}-{optimizer}", time.time()
-            assert ended(forked(partial(train, *pair, out), folder / "log")) == 0, (folder / "log").read_text()
-            whole[pair] = out, time.time() - begun
+            out, started = folder / f"{recipe}-{optimizer}", time.time()
+            assert exit_code(forked(partial(train, *pair, out), folder / "log")) == 0, (folder / "log").read_text()
+            whole[pair] = out, time.time() - started
         out, log = folder / "run", folder / "log"
         shutil.rmtree(out, ignore_errors=True)
         child = forked(partial(train, *pair, out), log)
         time.sleep(draw.uniform(0, whole[pair][1]))
         os.kill(child, signal.SIGKILL)
-        if ended(child) != -signal.SIGKILL:
+        if exit_code(child) != -signal.SIGKILL:
             late += 1
             continue
         last = RunFolder(out).last_checkpoint() if out.exists() else None
-        code = ended(forked(partial(again, *pair, out), log))
+        code = exit_code(forked(partial(resume_or_train, *pair, out), log))
         off = difference(whole[pair][0], out) if code == 0 else f"exit {code}: {log.read_text()[-300:]}"
         rows.append({"recipe": recipe, "optimizer": optimizer, "resumed_from": last and last[0], "difference": off})
     where = Counter("before the first checkpoint" if row["resumed_from"] is None else "after it" for row in rows)
@@ -149,45 +149,45 @@ def kills(count: int, seed: int, folder: Path, until: float) -> dict[str, Any]:
     }
 
 
-def told(log: Path, start: str = "unskip:") -> tuple[bool, str]:
-    """Whether a command said what was wrong in one line, without a traceback, and that line."""
+def error_line(log: Path, start: str = "unskip:") -> tuple[bool, str]:
+    """Whether the log has exactly one error line and no traceback, and that line."""
     text = log.read_text()
     lines = [line for line in text.splitlines() if line.startswith(start)]
     return "Traceback" not in text and len(lines) == 1, lines[-1] if lines else text[-300:]
 
 
 def small_disk(folder: Path, whole: Path) -> dict[str, Any]:
-    """A disk that is full after some checkpoints; with more room the run continues."""
+    """Fills the disk of a run after some checkpoints, then resumes it with more space."""
     size = sum(file.stat().st_size for file in (whole / "checkpoints").rglob("*") if file.is_file())
     disk = folder / "disk"
     with mounted(disk, f"size={int(1.3 * size)}"):
-        code = ended(forked(partial(train, "mae", "soap", disk / "run"), folder / "log"))
-        clear, line = told(folder / "log")
+        code = exit_code(forked(partial(train, "mae", "soap", disk / "run"), folder / "log"))
+        clear, line = error_line(folder / "log")
         last = RunFolder(disk / "run").last_checkpoint()
         subprocess.run(["mount", "-o", f"remount,size={8 * size}", str(disk)], check=True)
-        after = ended(forked(partial(resume, disk / "run"), folder / "log"))
+        after = exit_code(forked(partial(resume, disk / "run"), folder / "log"))
         same = after == 0 and difference(whole, disk / "run") is None
     return {"exit": code, "one clear line": clear, "line": shown(line, disk), "kept": last and last[0], "resumed": same}
 
 
 def read_only(folder: Path, whole: Path) -> dict[str, Any]:
-    """A folder that becomes read-only before a run is resumed."""
+    """Resumes a run in a read-only folder, then in a writable one."""
     disk = folder / "disk"
     with mounted(disk, "size=64m"):
         shutil.copytree(whole, disk / "run")
         shutil.rmtree(disk / "run" / "checkpoints" / f"step-{STEPS}")
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        code = ended(forked(partial(resume, disk / "run"), folder / "log"))
-        clear, line = told(folder / "log")
+        code = exit_code(forked(partial(resume, disk / "run"), folder / "log"))
+        clear, line = error_line(folder / "log")
         last = RunFolder(disk / "run").last_checkpoint()
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-        after = ended(forked(partial(resume, disk / "run"), folder / "log"))
+        after = exit_code(forked(partial(resume, disk / "run"), folder / "log"))
         same = after == 0 and difference(whole, disk / "run") is None
     return {"exit": code, "one clear line": clear, "line": shown(line, disk), "kept": last and last[0], "resumed": same}
 
 
 def damaged(folder: Path, whole: Path, seed: int) -> dict[str, Any]:
-    """Every file of the last checkpoint, truncated and with one bit flipped at a random place."""
+    """Damages each file of the last checkpoint: truncates it, or flips one random bit."""
     draw = random.Random(seed)
     found: dict[str, Any] = {}
     for how in ("truncated", "bit flipped"):
@@ -196,15 +196,15 @@ def damaged(folder: Path, whole: Path, seed: int) -> dict[str, Any]:
             out = folder / "run"
             shutil.rmtree(out, ignore_errors=True)
             shutil.copytree(whole, out)
-            victim = out / "checkpoints" / f"step-{STEPS}" / file
-            data = bytearray(victim.read_bytes())
+            target = out / "checkpoints" / f"step-{STEPS}" / file
+            data = bytearray(target.read_bytes())
             if how == "truncated":
                 data = data[: draw.randrange(len(data))]
             else:
                 data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-            victim.write_bytes(bytes(data))
-            code = ended(forked(partial(resume, out), folder / "log"))
-            clear, line = told(folder / "log", "warning:")
+            target.write_bytes(bytes(data))
+            code = exit_code(forked(partial(resume, out), folder / "log"))
+            clear, line = error_line(folder / "log", "warning:")
             off = difference(whole, out) if code == 0 else f"exit {code}"
             rows.append({"file": file, "one clear line": clear, "difference": off, "line": shown(line, out)})
         found[how] = {
@@ -218,8 +218,7 @@ def damaged(folder: Path, whole: Path, seed: int) -> dict[str, Any]:
 
 
 def exits(count: int, at_once: int = 4) -> dict[str, Any]:
-    """Sharded runs of two processes, each of which leaves the interpreter in the usual way; several at once, so that
-    the processes wait for the processor at any place."""
+    """Runs FSDP with two processes, which must exit normally. Several runs share the CPU, which varies the timing."""
     folder, failures = Path(tempfile.mkdtemp(prefix="unskip-exits-")), list[str]()
     running: dict[int, Path] = {}
     load = 0.0
@@ -257,7 +256,7 @@ def shown(line: str, folder: Path) -> str:
 
 
 class mounted:
-    """A small file system of its own; needs root."""
+    """A context with a tmpfs mounted at `folder`; needs root."""
 
     def __init__(self, folder: Path, options: str) -> None:
         self.folder, self.options = folder, options
@@ -273,29 +272,31 @@ class mounted:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=60, help="no kill begins later")
+    parser.add_argument("--minutes", type=float, default=60, help="time limit for starting a kill test")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("docs/results/faults.json"))
-    parser.add_argument("--exits", type=int, default=0, help="runs that must end without an abort, and nothing else")
-    given = parser.parse_args()
-    if given.exits:  # no context is open here, which a forked process would leave, too
-        found = exits(given.exits)
-        write_json(given.out, json.loads(given.out.read_text()) | {"exits": found})
+    parser.add_argument("--exits", type=int, default=0, help="only test that this many FSDP runs exit without an abort")
+    options = parser.parse_args()
+    if options.exits:  # no context manager is open here, so a forked process cannot exit one
+        found = exits(options.exits)
+        write_json(options.out, json.loads(options.out.read_text()) | {"exits": found})
         return
-    begun = time.time()
-    record = made_with(__file__, "cpu", "timm", "accelerate") | {"seed": given.seed, "config": COMMON}
+    started = time.time()
+    record = made_with(__file__, "cpu", "timm", "accelerate") | {"seed": options.seed, "config": COMMON}
     with tempfile.TemporaryDirectory(prefix="unskip-faults-") as name:
         folder = Path(name)
         whole = folder / "whole"
-        assert ended(forked(partial(train, "mae", "soap", whole), folder / "log")) == 0, (folder / "log").read_text()
-        record["damaged checkpoints"] = damaged(folder, whole, given.seed)
+        assert exit_code(forked(partial(train, "mae", "soap", whole), folder / "log")) == 0, (
+            folder / "log"
+        ).read_text()
+        record["damaged checkpoints"] = damaged(folder, whole, options.seed)
         for title, fault in (("full disk", small_disk), ("read-only folder", read_only)):
             try:
                 record[title] = fault(folder, whole)
             except (OSError, subprocess.CalledProcessError) as error:
                 record[title] = {"not run": f"no small file system can be mounted here: {error}"}
-        record["SIGKILL"] = kills(given.kills, given.seed, folder, begun + 60 * given.minutes)
-    write_json(given.out, record | {"seconds": round(time.time() - begun)})
+        record["SIGKILL"] = kills(options.kills, options.seed, folder, started + 60 * options.minutes)
+    write_json(options.out, record | {"seconds": round(time.time() - started)})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Sharded against whole weights on one GPU: what FSDP2 costs at world size 1, and whether it trains the same model.
+"""Measures the overhead of FSDP2 at world size 1, and compares the trained weights with those of unsharded training.
 
     python benchmarks/fsdp.py                              # one GPU, two minutes; docs/results/fsdp-gpu.json
     python benchmarks/fsdp.py --device cpu --small --out FILE.json
 
-The same runs by the command line with each optimizer, without --fsdp and under torchrun with it: ViT-B/16 at 224 px on
-digits that are enlarged on the device, bf16, not compiled. Images a second are the median of the logged rows after the
-first; losses and weights are compared at the end of a shorter run in float32. One process makes all runs of a kind, so
-that imports and the start of the GPU are paid twice and not twelve times.
+Each optimizer is run by the command line without --fsdp, and under torchrun with it: ViT-B/16 at 224 px on digits that
+are enlarged on the device, bf16, not compiled. Images per second are the median of the logged rows after the first;
+losses and weights are compared at the end of a shorter run in float32. One process does all runs with or without FSDP,
+so that imports and GPU start-up are needed twice and not twelve times.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SMALL = ["--model-args=depth=2,embed_dim=32,num_heads=2", "--batch=32"]
 
 
 def train(folder: Path, options: argparse.Namespace, fsdp: bool) -> None:
-    """All runs of a kind, in this process."""
+    """Does all runs with or without FSDP in this process."""
     for optimizer, (precision, steps) in product(OPTIMIZERS, lengths(options)):
         words = ["--preset=digits", *(SMALL if options.small else LARGE), f"--optimizer={optimizer}"]
         words += [f"--steps={steps}", f"--precision={precision}", "--log-every=10", "--lr=1e-4", "--ema=0.99"]
@@ -75,8 +75,8 @@ def speed(folder: RunFolder) -> dict[str, float]:
     return found | {key: max(row[key] for row in rows) for key in rows[0] if key.startswith("peak")}
 
 
-def apart(one: RunFolder, other: RunFolder) -> dict[str, float]:
-    """The largest difference of weights, and of losses."""
+def differences(one: RunFolder, other: RunFolder) -> dict[str, float]:
+    """The largest absolute difference of weights, and of losses."""
     ends = [load_file(run.path / "checkpoints" / f"step-{EXACT}" / "model.safetensors") for run in (one, other)]
     weights = max(float((ends[0][key] - value).abs().max()) for key, value in ends[1].items())
     losses = [[row["loss"] for row in run.read("metrics.jsonl")] for run in (one, other)]
@@ -86,7 +86,7 @@ def apart(one: RunFolder, other: RunFolder) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="a size for a CPU, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="smoke test with a model small enough for a CPU")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, default=RESULTS / "fsdp-gpu.json")
     parser.add_argument("--part", choices=("plain", "fsdp"), help=argparse.SUPPRESS)
@@ -111,7 +111,7 @@ def main() -> None:
                 "plain": plain,
                 "fsdp": sharded,
                 "fsdp over plain": sharded["images a second"] / plain["images a second"],
-                f"apart after {EXACT} steps in float32": apart(*exact),
+                f"apart after {EXACT} steps in float32": differences(*exact),
             }
             print(optimizer, results[optimizer], flush=True)
     print(f"{time.perf_counter() - begun:.0f} s")

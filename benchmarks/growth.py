@@ -1,12 +1,13 @@
-"""How the cost of each tool grows with depth, width and tokens of a ViT.
+"""Measures how the cost of each tool grows with the depth, width and number of tokens of a ViT.
 
     python benchmarks/growth.py               # docs/results/growth-cpu.json, docs/img/growth.svg; about ten minutes
-    python benchmarks/growth.py --quick       # two sizes each, nothing is written
-    python benchmarks/growth.py --figure      # the figure of what is recorded
+    python benchmarks/growth.py --quick       # two sizes each, writes nothing
+    python benchmarks/growth.py --figure      # only draws the figure from the JSON
 
-CPU seconds of one thread, the least of three, of `audit`, `rewire`, `measure` without Jacobians, `absorption.scan` and
-a training step (forward, backward, AdamW) on two images. The exponent is the slope of log seconds over log size between
-the last two sizes. A step of a transformer is linear in depth and, for large widths, quadratic in width.
+Times are CPU seconds of one thread, the minimum of three rounds, for `audit`, `rewire`, `measure` without Jacobians,
+`absorption.scan` and a training step (forward, backward, AdamW) on two images. The exponent is the slope of log seconds
+over log size between the last two sizes. The cost of a transformer's training step is linear in depth and, for large
+widths, quadratic in width.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ ROUNDS = 3
 
 
 def timed(work: Callable[[], Any], undo: Callable[[Any], None] = lambda result: None) -> float:
-    """CPU seconds, the least of the rounds."""
+    """CPU seconds of `work`, the minimum over rounds."""
     found = []
     for _ in range(ROUNDS):
-        begun = time.process_time()
+        start = time.process_time()
         result = work()
-        found.append(time.process_time() - begun)
+        found.append(time.process_time() - start)
         undo(result)
     return min(found)
 
@@ -67,7 +68,7 @@ def costs(depth: int, width: int, tokens: int) -> dict[str, float]:
 
 
 def figure(rows: dict[str, list[dict[str, Any]]], file: Path) -> None:
-    """A panel for each size, a line for each tool, with its exponent between the last two sizes."""
+    """Draws a panel for each of depth, width and tokens, with a line and an exponent for each tool."""
     pyplot = drawing("growth")
     image, axes = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True, sharey=True)
     for panel, (name, found) in zip(axes, rows.items(), strict=True):
@@ -93,15 +94,15 @@ def exponent(rows: list[dict[str, Any]], size: str, tool: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two sizes each, nothing is written")
-    parser.add_argument("--figure", action="store_true", help="draw what is recorded")
+    parser.add_argument("--quick", action="store_true", help="two sizes each; write nothing")
+    parser.add_argument("--figure", action="store_true", help="only draw the figure from the JSON")
     options = parser.parse_args()
     file = ROOT / "docs" / "results" / "growth-cpu.json"
     if options.figure:
         figure(json.loads(file.read_text())["results"], ROOT / "docs" / "img" / "growth.svg")
         return
     torch.set_num_threads(1)
-    costs(2, 96, 16)  # imports and caches
+    costs(2, 96, 16)  # warm-up
     results: dict[str, list[dict[str, Any]]] = {}
     for name, sizes in SIZES.items():
         results[name] = []
