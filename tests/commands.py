@@ -1,4 +1,4 @@
-"""Commands and scripts in a process of their own, forked from the tests' so that nothing is imported again."""
+"""Runs commands and scripts in a forked process, so that nothing has to be imported again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import timm  # noqa: F401  (with the next ones: what commands import, before the fork)
+import timm  # noqa: F401  (this and the next: imported before the fork)
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor
@@ -19,10 +19,10 @@ from accelerate.state import AcceleratorState
 
 from unskip import cli, demo  # noqa: F401
 
-# Where code was compiled before a process first runs autograd, autograd starts threads, and no fork of it can use them.
+# If the first backward pass comes after compiling, autograd starts threads, which do not survive a fork.
 torch.ones(1, requires_grad=True).sum().backward()
 
-Outcome = tuple[int, str, str]  # the exit code, what was printed, and what was printed as errors
+Outcome = tuple[int, str, str]  # exit code, stdout, stderr
 
 
 def unskip_in(folder: Path, *args: str) -> Outcome:
@@ -31,7 +31,7 @@ def unskip_in(folder: Path, *args: str) -> Outcome:
 
 
 def python_in(folder: Path, code: str) -> Outcome:
-    """Runs a script in a folder, from which it also imports."""
+    """Runs a script in a folder, with that folder first in sys.path."""
 
     def run() -> int:
         sys.path.insert(0, str(folder))
@@ -47,15 +47,15 @@ def on_ranks(count: int, folder: Path, run: Callable[[], object]) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "ACCELERATE_USE_CPU": "1"}
-    shared["OMP_NUM_THREADS"] = "1"  # accelerate warns where it is unset
+    shared["OMP_NUM_THREADS"] = "1"  # accelerate warns if it is unset
 
     def ranked(rank: int) -> int:
         os.environ |= {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
-        AcceleratorState._reset_state(reset_partial_state=True)  # that of the tests' own process
+        AcceleratorState._reset_state(reset_partial_state=True)  # the state of the parent process
         return int(run() or 0)
 
-    begun = [_fork(folder, partial(ranked, rank)) for rank in range(count)]
-    for outcome in [end() for end in begun]:
+    started = [_fork(folder, partial(ranked, rank)) for rank in range(count)]
+    for outcome in [end() for end in started]:
         assert outcome[0] == 0, outcome[2][-3000:]
 
 
@@ -64,7 +64,7 @@ def _forked(folder: Path, run: Callable[[], int]) -> Outcome:
 
 
 def _fork(folder: Path, run: Callable[[], int]) -> Callable[[], Outcome]:
-    """Starts a process; what is returned waits for its end."""
+    """Starts a process. The returned function waits for its end."""
     files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  (closed where they are read)
     child = os.fork()
     if child == 0:
@@ -83,7 +83,7 @@ def _fork(folder: Path, run: Callable[[], int]) -> Callable[[], Outcome]:
 
 
 def _child(folder: Path, run: Callable[[], int], out: int, err: int) -> None:
-    """Never returns, so that nothing of pytest runs twice."""
+    """Runs in the child and exits, so that pytest continues only in the parent."""
     code = 1
     try:
         os.chdir(folder)

@@ -1,8 +1,8 @@
-"""What holds for every test: the environment, set before torch is imported, and the seed."""
+"""Settings for all tests: environment variables (before torch is imported), threads, hypothesis and the seed."""
 
 import os
 
-# A cap that spares some CPUs an illegal instruction in oneDNN's bfloat16 kernels; see the Makefile.
+# Some CPUs meet an illegal instruction in oneDNN's bfloat16 kernels without this cap; see the Makefile.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 from tests.tables import pytest_configure  # noqa: F401  (a hook: `make test-all` writes its tables into the docs)
 
-# The pytest workers share the cores, and the models are tiny: more threads only wait for each other.
+# Models are tiny and pytest workers share the cores, so more threads would be slower.
 torch.set_num_threads(1)
-# The same examples on every machine, and no time limit on one of them: the first may import or compile something.
-# `make test-all` takes more of them (--hypothesis-profile thorough).
+# The same examples on every machine. No deadline, because the first example may import or compile something.
+# `make test-all` uses more examples (--hypothesis-profile thorough).
 hypothesis.settings.register_profile("unskip", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
 hypothesis.settings.load_profile("unskip")
@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("unskip")
 
 @pytest.fixture(autouse=True)
 def fresh_seed() -> Iterator[None]:
-    """Every test starts from the same seed and leaves torch's generator as it found it."""
+    """Seeds torch for each test, and restores its generator afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

@@ -1,4 +1,4 @@
-"""The core without any optional package: those that are named on the command line cannot be imported."""
+"""Script that uses the core of unskip while the packages named on its command line cannot be imported."""
 
 # ruff: noqa: E402
 
@@ -8,7 +8,7 @@ import sys
 import tempfile
 
 for name in sys.argv[1:]:
-    sys.modules[name] = None  # type: ignore[assignment]  (every later import of that name fails)
+    sys.modules[name] = None  # type: ignore[assignment]  (a later import of that name fails)
 import pytest
 import torch
 from torch import nn

@@ -1,10 +1,9 @@
-"""Short runs of every recipe on digits or a text of numbers, whose losses and evaluations are on record in golden.json.
+"""Short runs of every recipe, compared with the losses and evaluations recorded in golden.json.
 
 python -m tests.golden --check     # all steps and evaluations to 1e-6, on the machine that recorded them
-python -m tests.golden --record    # after a change that means to change them; the commit says why
+python -m tests.golden --record    # after a change that is meant to change them; give the reason in the commit
 
-The numbers are those of one thread in float32. Another CPU rounds otherwise, so tests/test_golden.py compares ten steps
-at 1e-3.
+Runs use one thread and float32. Other CPUs round differently, so tests/test_golden.py compares only ten steps, at 1e-3.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(name: str) -> Any:
-    """The config of a run on record."""
+    """The config of a recorded run."""
     recipe, fields = RUNS[name]
     preset = "digits"
-    if recipe == "lm":  # the standard library differs by the version of Python
+    if recipe == "lm":  # the standard library differs between versions of Python
         preset, folder = "stdlib-tiny", Path(tempfile.gettempdir()) / "unskip-golden"
         folder.mkdir(exist_ok=True)
         (folder / "squares.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(2000)))
@@ -50,16 +49,16 @@ def config_of(name: str) -> Any:
 
 
 def run(name: str) -> dict[str, Any]:
-    """The loss of every step, and every number of the evaluation at the end."""
+    """The loss of every step, and the final evaluation."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # so few steps look unhealthy
+        warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # a run of so few steps gives health warnings
         outcome = unskip.train(config_of(name), f"{folder}/run", quiet=True)
         rows = unskip.training.RunFolder(f"{folder}/run").read("metrics.jsonl")
     return {"loss": [row["loss"] for row in rows], "evaluation": dict(sorted(outcome.evaluations.items()))}
 
 
 def first_losses(name: str, count: int) -> list[float]:
-    """The losses of the first steps of a run, which goes no further."""
+    """The losses of the first `count` steps of a run, which is then stopped."""
     config = config_of(name)
     torch.manual_seed(config.seed)
     task, schedule = unskip.recipes.build_task(config)
@@ -68,10 +67,10 @@ def first_losses(name: str, count: int) -> list[float]:
     def stop(step: int) -> None:
         after(step)
         if step == count:  # the loss of the step before is logged
-            raise _Enough
+            raise _Stop
 
     task.after_step = stop
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Enough), warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Stop), warnings.catch_warnings():
         warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
         run = unskip.training.RunFolder.create(f"{folder}/run", {}, "cpu")
         try:
@@ -81,7 +80,7 @@ def first_losses(name: str, count: int) -> list[float]:
     return losses[:count]
 
 
-class _Enough(Exception):
+class _Stop(Exception):
     pass
 
 
@@ -91,7 +90,7 @@ def differences(new: dict[str, Any], old: dict[str, Any], tolerance: float) -> l
     names = new["evaluation"].keys() | old["evaluation"].keys()
     pairs |= {key: (new["evaluation"].get(key, math.nan), old["evaluation"].get(key, math.nan)) for key in names}
     return [
-        f"{key}: {now!r}, on record {before!r}"
+        f"{key}: {now!r}, recorded {before!r}"
         for key, (now, before) in sorted(pairs.items())
         if not math.isclose(now, before, rel_tol=tolerance, abs_tol=tolerance)
     ]
@@ -104,13 +103,13 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(RUNS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {name: run(name) for name in options.names}
+    results = {name: run(name) for name in options.names}
     if options.record:
         known = json.loads(FILE.read_text()) if FILE.exists() else {}
-        FILE.write_text(json.dumps({**known, **found}, indent=1) + "\n")
+        FILE.write_text(json.dumps({**known, **results}, indent=1) + "\n")
         return
     known = json.loads(FILE.read_text())
-    wrong = {name: differences(found[name], known[name], 1e-6) for name in found}
+    wrong = {name: differences(results[name], known[name], 1e-6) for name in results}
     for name, lines in wrong.items():
         print(f"{name}: {'same' if not lines else ''}", *lines[:12], sep="\n  ")
     raise SystemExit(any(wrong.values()))

@@ -1,6 +1,6 @@
-"""Writes what the full matrices found to docs/results/compatibility.json, where UNSKIP_WRITE_TABLES is set.
+"""Writes the results of the compatibility tests to docs/results/compatibility.json, if UNSKIP_WRITE_TABLES is set.
 
-`make test-all` sets it. A run of a part of a matrix replaces those rows, and rows of other versions go:
+`make test-all` sets it. A partial run replaces only its rows; rows from other library versions are removed:
 
     UNSKIP_WRITE_TABLES=1 python -m pytest -m full tests/zoo/test_coverage.py
 """
@@ -20,11 +20,11 @@ import pytest
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "compatibility.json"
 LIBRARIES = ("diffusers", "timm", "torch", "torchvision", "transformers")
-EVERY = 20  # seconds between two writes: a sweep takes an hour, and what it found stands when it is interrupted
+EVERY = 20  # seconds between writes: a sweep takes an hour, and an interrupted one keeps its results
 
 
 class Tables:
-    """Gathers reports, also those of xdist's workers, and writes them as they come."""
+    """A pytest plugin that collects test reports, including those of xdist workers, and writes them regularly."""
 
     def __init__(self) -> None:
         from tests.zoo import more  # noqa: F401  (adds its families)
@@ -50,7 +50,7 @@ class Tables:
         found = re.match(r"tests/zoo/test_families(?:_kept)?\.py::test_(\w+)\[(.+)\]", report.nodeid)
         if found:
             name, row = found[1].replace("_", " "), self.parts["families"]
-            for family in set(re.split(r"[-,]", found[2])) & self.names:  # a case may also name a rule or a mode
+            for family in set(re.split(r"[-,]", found[2])) & self.names:  # a test id may also contain a rule or a mode
                 row[family][name] = row[family].get(name, True) and report.passed
         if time.monotonic() - self.written > EVERY:
             self.write()
@@ -75,7 +75,7 @@ class Tables:
 
 
 def shares(whole: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """How many of each matrix were audited and rewired, have no residual, were refused, or were not built or run."""
+    """Counts by outcome: rewired, without a residual, refused, not built or not run."""
     timm = whole["timm"]["rows"].values()
     types = Counter(row.get("outcome", "failed") for row in whole["transformers"]["rows"].values())
     without = sum(row.get("sites") == "none" for row in timm)

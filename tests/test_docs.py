@@ -1,7 +1,7 @@
-"""Every example in the README and the docs runs, page by page, from top to bottom, in one folder and one namespace.
+"""Runs all examples of the README and the docs, page by page, each page in one folder and one namespace.
 
-A ```python block is executed, and a ```text block after it holds lines that it prints. In a ```console block each line
-`$ unskip ...` is run and has to exit with 0.
+A ```python block is executed; a ```text block after it has lines that must be printed. In a ```console block each line
+`$ unskip ...` is run and must exit with 0.
 """
 
 import re
@@ -19,11 +19,11 @@ from unskip import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# The other languages are only shown. A block in none of these is a mistake, not a block to pass over.
+# Blocks in the other languages are not run. A block without one of these languages is an error.
 LANGUAGES = {"python", "console", "", "text", "json", "toml", "yaml", "make", "bibtex", "html", "svg", "diff"}
 
 
-# Their examples train models or decide large blocks; README and getting-started do so in the quick tests, too.
+# Pages with slow examples. README and getting-started are slow as well, but run in the quick tests.
 SLOW = ("report", "absorb", "generate", "tools", "measure", "dino", "mae", "evals", "dense", "training", "lm")
 
 
@@ -59,9 +59,9 @@ def blocks(page: Path) -> list[Block]:
 
 
 def as_module(page: Path, folder: Path) -> ModuleType:
-    """A module to run the page's Python in, with a source file: its blocks at their own line numbers, blank elsewhere.
+    """A module to run the page's Python in. Its source file has the blocks at their line numbers of the page.
 
-    So a traceback points into the page, and the classes an example defines can be pickled and their source be found.
+    So tracebacks have the page's line numbers, and classes defined in examples have source and can be pickled.
     """
     lines = [""] * len(page.read_text(encoding="utf-8").splitlines())
     for block in blocks(page):
@@ -87,7 +87,9 @@ def run_console(block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=_marks(page), id=page.name) for page in PAGES])
-def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = as_module(page, tmp_path)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     folder = tmp_path / "folder"
@@ -108,8 +110,8 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             run_console(block)
 
 
-def test_reference_holds_every_name() -> None:
-    """The index has every name of `unskip`, and each package its page. `make docs` checks the names within those."""
+def test_the_reference_lists_every_public_name() -> None:
+    """The index lists all names of `unskip`, and each package has a page, whose names `make docs` checks."""
     folder = ROOT / "docs" / "reference"
     index = (folder / "index.md").read_text(encoding="utf-8")
     packages = {name for name in unskip.__all__ if isinstance(getattr(unskip, name), ModuleType)}
@@ -128,7 +130,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_is_long(page: Path) -> None:
-    """At most 1,000 words beside code, tables and pictures."""
+    """At most 1,000 words, not counting code, tables and images."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "    ", "![", "<img", "<!--"))]
     assert len(" ".join(prose).split()) <= 1000

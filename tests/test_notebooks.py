@@ -1,4 +1,4 @@
-"""The notebooks of the docs: they run from top to bottom, and keep small outputs of a run without errors."""
+"""The notebooks of the docs run from top to bottom, and are stored with their outputs, which are small."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_outputs_are_kept(path: Path) -> None:
+def test_outputs_are_stored_and_small(path: Path) -> None:
     cells = code_cells(path)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "run it again from the top"
     assert any(cell["outputs"] for cell in cells)
@@ -30,7 +30,7 @@ def test_outputs_are_kept(path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*non-interactive, and thus cannot be shown")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib.use("Agg")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": path.stem}

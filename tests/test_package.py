@@ -1,4 +1,4 @@
-"""The built packages: what they hold, and that the wheel works away from the checkout."""
+"""Contents of the sdist and the wheel; the wheel works outside of the repository."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def python(*args: str | Path, cwd: Path, site: Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and with the wheel that is built from it."""
+    """A folder with the sdist and the wheel built from it."""
     folder = tmp_path_factory.mktemp("dist")
     python("-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     return folder
@@ -40,7 +40,7 @@ def site(dist: Path) -> Path:
     return site
 
 
-def test_sdist_holds_what_it_takes_to_test_and_measure(dist: Path) -> None:
+def test_sdist_has_tests_benchmarks_and_docs(dist: Path) -> None:
     (file,) = dist.glob("*.tar.gz")
     with tarfile.open(file) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -48,7 +48,7 @@ def test_sdist_holds_what_it_takes_to_test_and_measure(dist: Path) -> None:
     assert set(wanted.split()) - names == set()
 
 
-def test_wheel_holds_the_package_alone(dist: Path) -> None:
+def test_wheel_has_only_the_package(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"unskip", f"unskip-{VERSION}.dist-info"}

@@ -1,4 +1,4 @@
-"""Plugins from files, modules and entry points; what was made with one says so where it is missing."""
+"""Plugins from files, modules and entry points; runs and saved models record the plugins that they need."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from unskip.wiring._record import wiring_of
 
 
 @pytest.fixture(autouse=True)
-def none_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_plugins, "_LOADED", {})
     before = {*sys.modules}
     yield
@@ -36,28 +36,28 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "my_plugin.py"
 
 
-def test_a_file_is_imported_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plugin_file_is_imported_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_plugins(["my_plugin.py", str(file)])
     load_plugins(["my_plugin.py"])
     assert capsys.readouterr().out == "imported\n"
     assert loaded_plugins() == [str(file)]
 
 
-def test_a_module(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plugin_module(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_plugins(["my_plugin"])
     assert capsys.readouterr().out == "imported\n"
     assert loaded_plugins() == ["my_plugin"]
 
 
 @pytest.mark.parametrize("name", ["no_plugin.py", "no_plugin", "broken_plugin.py"])
-def test_one_that_cannot_be_imported(name: str, file: Path) -> None:
+def test_a_plugin_that_cannot_be_imported_is_refused(name: str, file: Path) -> None:
     (file.parent / "broken_plugin.py").write_text("1 / 0\n")
     with pytest.raises(BadInput, match=name):
         load_plugins([name])
     assert loaded_plugins() == []
 
 
-def test_those_of_installed_packages(file: Path) -> None:
+def test_plugins_of_installed_packages(file: Path) -> None:
     info = file.parent / "mine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
@@ -75,7 +75,7 @@ def test_every_command_takes_plugins(file: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["recipes", "--plugin"]) == 2
 
 
-def test_what_was_made_with_a_plugin_names_it_and_does_not_import_it(
+def test_errors_name_the_recorded_plugin_and_import_it_only_with_trust(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(BadInput, match=r"no rule halve.*--plugin .*my_plugin\.py"), with_plugins([str(file)]):
@@ -87,10 +87,10 @@ def test_what_was_made_with_a_plugin_names_it_and_does_not_import_it(
     assert str(raised.value) == "another reason"
 
 
-def test_one_whose_file_has_moved(file: Path) -> None:
+def test_a_recorded_plugin_whose_file_is_missing(file: Path) -> None:
     gone = str(file.with_name("old_plugin.py"))
     with with_plugins([gone], trust=True):
-        pass  # what it registered may come from another file
+        pass  # no error, because another file may register the same names
     with (
         pytest.raises(BadInput, match=r"halve.*old_plugin\.py: no such file"),
         with_plugins([gone], trust=True),
@@ -98,7 +98,7 @@ def test_one_whose_file_has_moved(file: Path) -> None:
         raise BadInput("no rule halve")
 
 
-def test_one_that_was_imported_by_hand(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plugin_imported_by_the_user_is_not_imported_again(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import_module("my_plugin")
     assert plugin_of("my_plugin") == [str(file)]
     with with_plugins([str(file)], trust=True):
@@ -106,7 +106,7 @@ def test_one_that_was_imported_by_hand(file: Path, capsys: pytest.CaptureFixture
     assert plugin_of("__main__") == plugin_of("unskip.recipes._mae") == []
 
 
-# --- Out of tree: in a process of its own, from a folder of its own ---
+# --- Plugins outside of the repository, in a separate process ---
 
 HALVE = """
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ class Halve(unskip.Shortcut):
 """
 
 
-def test_a_shortcut_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_shortcut_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "rules.py").write_text(HALVE)
     audit = ["audit", "timm:test_vit", "--shortcut", "halved:0.25", "--json"]
     code, out, _ = unskip_in(tmp_path, *audit, "--plugin", "rules.py")
@@ -145,7 +145,7 @@ def test_a_shortcut_of_ones_own(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_a_saved_rule_whose_module_is_not_here() -> None:
+def test_a_saved_rule_whose_module_is_missing() -> None:
     with pytest.raises(LoadError, match="no_such_module"):
         wiring_of({"plan": [{"defined_in": {"elsewhere": "no_such_module"}}]}, "unskip.json", trust=True)
 
@@ -186,7 +186,7 @@ register(Recipe("denoise", Denoise, {"digits": Preset(fields, "seconds", "nothin
 """
 
 
-def test_a_recipe_and_a_shortcut_of_ones_own_make_a_run_that_says_so(tmp_path: Path) -> None:
+def test_a_run_records_its_custom_recipe_and_shortcut(tmp_path: Path) -> None:
     (tmp_path / "rules.py").write_text(HALVE)
     (tmp_path / "recipe.py").write_text(RECIPE)
     plugins = ["--plugin", "rules.py", "--plugin", "recipe.py"]
@@ -218,7 +218,7 @@ def spread(train, test):
 """
 
 
-def test_an_evaluator_of_ones_own_and_a_folder_of_seeds(tmp_path: Path) -> None:
+def test_a_custom_evaluator_on_a_folder_of_seeds(tmp_path: Path) -> None:
     (tmp_path / "spread.py").write_text(EVALUATOR)
     options = "--model-args depth=1,embed_dim=16,num_heads=2 --steps 2 --batch 32 --device cpu --quiet".split()
     code, _, err = unskip_in(tmp_path, "train", "supervised", *options, "--seeds", "0,1", "--out", "runs")

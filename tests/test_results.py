@@ -1,4 +1,4 @@
-"""Numbers of README and docs are those of their records: `make results` writes the tables, and nothing may differ."""
+"""Numbers in README and docs match the records in docs/results, from which `make results` writes the tables."""
 
 import sys
 from pathlib import Path
@@ -13,27 +13,27 @@ from _typed import typed  # noqa: E402
 
 
 @pytest.mark.parametrize("page", _pages.PAGES, ids=lambda page: page.name)
-def test_tables_are_those_of_the_records(page: Path) -> None:
+def test_tables_match_the_records(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert _pages.filled(text) == text, "run make results"
 
 
-def test_every_table_is_shown() -> None:
+def test_every_table_is_on_a_page() -> None:
     assert _pages.unused() == set()
 
 
-def test_sentences_are_those_of_the_records() -> None:
+def test_sentences_match_the_records() -> None:
     pages = {page.stem: " ".join(page.read_text(encoding="utf-8").split()) for page in _pages.PAGES}
     assert [(page, part) for page, part in sentences() if part not in pages[page]] == []
 
 
 @pytest.mark.parametrize("page", _pages.PAGES, ids=lambda page: page.name)
-def test_no_measured_number_is_typed_by_hand(page: Path) -> None:
+def test_no_measured_number_is_handwritten(page: Path) -> None:
     checked = [part for name, part in sentences() if name == page.stem]
     assert typed(page.read_text(encoding="utf-8"), checked) == []
 
 
-def test_a_typed_number_is_found() -> None:
+def test_handwritten_numbers_are_found() -> None:
     text = (
         "Weight decay 0.3 and `x = 0.5` are settings, the paper has 80.8. It is 1.5 below the control, a 95% interval."
     )
@@ -44,7 +44,7 @@ def test_a_typed_number_is_found() -> None:
     assert "is 1.6 below" in found
 
 
-def test_a_changed_number_is_found() -> None:
+def test_changed_numbers_are_found() -> None:
     text = (ROOT / "docs" / "skipless-parts.md").read_text(encoding="utf-8")
     changed = text.replace("| residual | 74.1", "| residual | 75.1")
     assert changed != text

@@ -1,4 +1,4 @@
-"""Models by name: every form builds, and everything that can be wrong with one is a BadInput of one line."""
+"""Building models by name: all forms of the text, and one-line errors for bad input."""
 
 import importlib
 import json
@@ -51,7 +51,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Write]:
-    """Writes files of source; the modules they become are forgotten afterwards."""
+    """A function that writes source files. Modules imported from them are removed from sys.modules afterwards."""
 
     def file(name: str, source: str = SOURCE) -> Path:
         path = tmp_path / name
@@ -66,8 +66,8 @@ def write(tmp_path: Path) -> Iterator[Write]:
             del sys.modules[name]
 
 
-def refusal(text: str, **options: bool) -> str:
-    """The message of the BadInput that building raises, which has to be one line that names what was asked for."""
+def error_message(text: str, **options: bool) -> str:
+    """The message of the BadInput that `build` raises. It must be one line that contains the text."""
     with pytest.raises(BadInput) as caught:
         spec.build(text, **options)
     message = str(caught.value)
@@ -109,25 +109,25 @@ def test_torchvision_detection_loads_no_backbone(monkeypatch: pytest.MonkeyPatch
         ("vit_b_16", "torchvision:vit_b_16"),
     ],
 )
-def test_nearest_names_are_offered(text: str, near: str) -> None:
-    assert near in refusal(text).replace(text, "", 1)
+def test_similar_names_are_suggested(text: str, near: str) -> None:
+    assert near in error_message(text).replace(text, "", 1)
 
 
 @pytest.mark.parametrize("text", ["", "timm", "timm:", ":", "nothing", "nothing:at_all", "C:/model"])
-def test_not_a_spec_names_the_forms(text: str) -> None:
-    assert spec.FORMS in refusal(text)
+def test_unknown_forms_list_the_valid_ones(text: str) -> None:
+    assert spec.FORMS in error_message(text)
 
 
-def test_folder_names_the_forms(tmp_path: Path) -> None:
-    assert spec.FORMS in refusal(str(tmp_path))
+def test_a_folder_without_a_prefix_lists_the_valid_forms(tmp_path: Path) -> None:
+    assert spec.FORMS in error_message(str(tmp_path))
 
 
 def test_unknown_tag_of_timm() -> None:
-    assert "tag" in refusal("timm:test_vit.no_such_tag")
+    assert "tag" in error_message("timm:test_vit.no_such_tag")
 
 
 def test_pretrained_weights_need_the_internet() -> None:
-    assert "needs the internet" in refusal("timm:vit_tiny_patch16_224", pretrained=True)
+    assert "needs the internet" in error_message("timm:vit_tiny_patch16_224", pretrained=True)
 
 
 def test_pretrained_weights_of_torchvision_need_the_internet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_pretrained_weights_of_torchvision_need_the_internet(tmp_path: Path, mon
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.urlopen", unreachable)
-    told = refusal("torchvision:squeezenet1_1", pretrained=True)
+    told = error_message("torchvision:squeezenet1_1", pretrained=True)
     assert "needs the internet" in told
     assert "no way there" in told
 
@@ -187,31 +187,31 @@ def test_hf_pretrained_folder(bert: Path, tmp_path: Path) -> None:
 
 
 def test_hf_errors(tmp_path: Path, dit: Path) -> None:
-    assert "no such folder" in refusal(f"hf:{tmp_path / 'nothing'}")
-    assert "no config.json" in refusal(f"hf:{tmp_path}")
-    assert f"diffusers:{dit}" in refusal(f"hf:{dit}")
+    assert "no such folder" in error_message(f"hf:{tmp_path / 'nothing'}")
+    assert "no config.json" in error_message(f"hf:{tmp_path}")
+    assert f"diffusers:{dit}" in error_message(f"hf:{dit}")
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    assert "not valid JSON" in refusal(f"hf:{tmp_path}")
+    assert "not valid JSON" in error_message(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
-    assert "not a mapping" in refusal(f"hf:{tmp_path}")
+    assert "not a mapping" in error_message(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text('{"model_type": "no such type"}', encoding="utf-8")
-    assert "no such type" in refusal(f"hf:{tmp_path}")
+    assert "no such type" in error_message(f"hf:{tmp_path}")
 
 
 def test_timm_name_on_the_hub_offline() -> None:
-    assert "needs the internet" in refusal("timm:hf-hub:unskip/no-such-model")
+    assert "needs the internet" in error_message("timm:hf-hub:unskip/no-such-model")
 
 
 def test_hf_name_offline() -> None:
-    assert "needs the internet" in refusal("hf:unskip/no-such-model")
+    assert "needs the internet" in error_message("hf:unskip/no-such-model")
 
 
-def test_unreachable_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     constants = importlib.import_module("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("urllib.request.getproxies", dict)
-    assert "needs the internet" in refusal("hf:unskip/no-such-model")
+    assert "needs the internet" in error_message("hf:unskip/no-such-model")
     assert constants.HF_HUB_OFFLINE is False
 
 
@@ -225,12 +225,12 @@ def test_diffusers_folder(dit: Path) -> None:
 
 
 def test_diffusers_errors(tmp_path: Path, dit: Path) -> None:
-    assert "no such folder" in refusal(f"diffusers:{tmp_path / 'nothing'}")
-    assert "no config.json" in refusal(f"diffusers:{tmp_path}")
+    assert "no such folder" in error_message(f"diffusers:{tmp_path / 'nothing'}")
+    assert "no config.json" in error_message(f"diffusers:{tmp_path}")
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "DDIMScheduler"}), encoding="utf-8")
-    assert "'DDIMScheduler'" in refusal(f"diffusers:{tmp_path}")
+    assert "'DDIMScheduler'" in error_message(f"diffusers:{tmp_path}")
     (dit.parent / "model_index.json").write_text("{}", encoding="utf-8")
-    assert f"diffusers:{dit}" in refusal(f"diffusers:{dit.parent}")
+    assert f"diffusers:{dit}" in error_message(f"diffusers:{dit.parent}")
 
 
 @pytest.mark.parametrize(
@@ -242,12 +242,12 @@ def test_diffusers_errors(tmp_path: Path, dit: Path) -> None:
         ("torchvision:x", "torchvision", "train"),
     ],
 )
-def test_missing_library_says_what_to_install(
+def test_missing_library_names_the_install_command(
     text: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"{library}.models", raising=False)
-    assert f"{library} is not installed: pip install 'unskip[{extra}]'" in refusal(text)
+    assert f"{library} is not installed: pip install 'unskip[{extra}]'" in error_message(text)
 
 
 # --- Files ---
@@ -260,10 +260,12 @@ def test_file(write: Write) -> None:
     assert sys.path == path
     assert type(model[0]).__module__ == "nets_of_mine"  # type: ignore[index]
     example = torch.randn(2, 3, 8)
-    assert len(unskip.audit(model, example)) == 2  # their source is found
+    assert len(unskip.audit(model, example)) == 2  # needs their source
     assert torch.equal(pickle.loads(pickle.dumps(model))(example), model(example))
     assert type(spec.build(f"{file}:make")[0]) is type(model[0])  # type: ignore[index]
-    assert type(spec.build(f"{file}:Block")).__name__ == "Block"  # a class is a function that returns a model
+    assert (
+        type(spec.build(f"{file}:Block")).__name__ == "Block"
+    )  # a class is accepted as a function that returns a model
 
 
 def test_relative_file(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +273,7 @@ def test_relative_file(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(spec.build("nets_here.py:make").children())) == 2
 
 
-def test_file_finds_its_neighbours(write: Write) -> None:
+def test_file_imports_from_its_folder(write: Write) -> None:
     write("neighbour_of_nets.py", "from torch import nn\nWIDTH = 7\n")
     file = write(
         "nets_beside.py", "from neighbour_of_nets import WIDTH, nn\ndef make():\n    return nn.Linear(WIDTH, 1)\n"
@@ -291,7 +293,7 @@ def test_file_in_a_package(write: Write) -> None:
 
 
 @pytest.mark.parametrize("name", ["json.py", "unskip.py", "my-net.v2.py", "__main__.py"])
-def test_file_whose_name_is_taken_or_odd(name: str, write: Write) -> None:
+def test_file_names_that_are_taken_or_unusual(name: str, write: Write) -> None:
     taken = sys.modules.get(Path(name).stem)
     model = spec.build(f"{write(name)}:make")
     assert sys.modules.get(Path(name).stem) is taken
@@ -299,7 +301,7 @@ def test_file_whose_name_is_taken_or_odd(name: str, write: Write) -> None:
     assert isinstance(pickle.loads(pickle.dumps(model)), nn.Sequential)
 
 
-def test_two_files_of_one_name(write: Write) -> None:
+def test_two_files_with_the_same_name(write: Write) -> None:
     first = spec.build(f"{write('a/net_twice.py')}:make")
     second = spec.build(f"{write('b/net_twice.py')}:make")
     assert type(first[0]) is not type(second[0])  # type: ignore[index]
@@ -319,7 +321,7 @@ def test_two_files_of_one_name(write: Write) -> None:
     ],
 )
 def test_wrong_function(function: str, words: list[str], write: Write) -> None:
-    message = refusal(f"{write('nets_wrong.py')}:{function}")
+    message = error_message(f"{write('nets_wrong.py')}:{function}")
     assert all(word in message for word in words), message
 
 
@@ -335,17 +337,17 @@ def test_wrong_function(function: str, words: list[str], write: Write) -> None:
 )
 def test_file_that_does_not_import(source: str, words: list[str], write: Write) -> None:
     file = write("nets_broken.py", source)
-    message = refusal(f"{file}:make")
+    message = error_message(f"{file}:make")
     assert all(word in message for word in words), message
     assert "nets_broken" not in sys.modules
-    file.write_text(SOURCE, encoding="utf-8")  # once mended, it builds
+    file.write_text(SOURCE, encoding="utf-8")  # builds after the file is corrected
     assert isinstance(spec.build(f"{file}:make"), nn.Module)
 
 
 def test_missing_file_and_missing_function(tmp_path: Path, write: Write) -> None:
-    assert "no such file" in refusal(f"{tmp_path / 'nothing.py'}:make")
+    assert "no such file" in error_message(f"{tmp_path / 'nothing.py'}:make")
     file = write("nets_without.py")
-    assert f"{file}:FUNCTION" in refusal(str(file))
+    assert f"{file}:FUNCTION" in error_message(str(file))
 
 
 # --- Large models ---
@@ -358,7 +360,7 @@ def light(monkeypatch: pytest.MonkeyPatch, limit: int, make: Callable[..., nn.Mo
     return spec.build("timm:test_vit", light=True)
 
 
-def test_light_leaves_values_out_of_large_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_light_builds_only_large_models_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(p.numel() for p in spec.build("timm:test_vit").parameters())
     assert {p.device.type for p in light(monkeypatch, size - 1).parameters()} == {"meta"}
     assert {p.device.type for p in light(monkeypatch, size).parameters()} == {"cpu"}
@@ -374,20 +376,20 @@ def test_light_audit_finds_the_same_sites(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(s.ratio is None for s in bare)
 
 
-def test_light_builds_with_values_where_the_constructor_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_light_builds_normally_if_the_constructor_needs_values(monkeypatch: pytest.MonkeyPatch) -> None:
     def needs_values(name: str, pretrained: bool) -> nn.Module:
         return nn.Linear(int(torch.full((), 3.0).item()), 1)
 
     assert light(monkeypatch, 0, needs_values).weight.device.type == "cpu"
 
 
-def test_files_are_never_built_without_values(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_files_are_never_built_on_the_meta_device(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "LARGE", 0)
     model = spec.build(f"{write('nets_light.py')}:make", light=True)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
-def test_memory_running_out_is_no_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_error_is_not_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(name: str, pretrained: bool) -> nn.Module:
         raise MemoryError
 
@@ -396,9 +398,9 @@ def test_memory_running_out_is_no_bad_input(monkeypatch: pytest.MonkeyPatch) -> 
         spec.build("timm:test_vit")
 
 
-def test_a_library_that_gives_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_returns_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
     timm = ModuleType("timm")
     timm.is_model = lambda name: True  # type: ignore[attr-defined]
     timm.create_model = lambda name, pretrained: Tensor()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "timm", timm)
-    assert "returns a Tensor" in refusal("timm:x")
+    assert "returns a Tensor" in error_message("timm:x")

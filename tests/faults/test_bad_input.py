@@ -1,4 +1,4 @@
-"""Bad input: a specific exception with the path and the next step, and the model exactly as it was."""
+"""Bad input raises a specific exception with the path and the next step, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.randn(2, 5, h.DIM)
 
 
 def snapshot(model: nn.Module) -> object:
-    """Everything about a model that rewiring could touch."""
+    """Everything in a model that rewiring could change."""
     modules = [(name, type(module), id(module), module.training) for name, module in model.named_modules()]
     attributes = [sorted(vars(module)) for module in model.modules()]
     hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
@@ -32,7 +32,7 @@ def snapshot(model: nn.Module) -> object:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def left_unchanged(model: nn.Module) -> Iterator[None]:
     before, random = snapshot(model), torch.get_rng_state()
     yield
     assert snapshot(model) == before
@@ -56,12 +56,12 @@ def test_models_that_cannot_be_rewired(
     build: Callable[[], nn.Module], example: object, error: type, message: str
 ) -> None:
     model = build()
-    with untouched(model), pytest.raises(error, match=message):
+    with left_unchanged(model), pytest.raises(error, match=message):
         unskip.rewire(model, Cut(), example)
 
 
-def test_the_advice_leaves_out_what_is_kept_without_it() -> None:
-    """The lambda that the error offers governs what no lambda would have, less the site that cannot be rewired."""
+def test_the_where_in_the_message_selects_the_sites_that_can_be_rewired() -> None:
+    """It governs the same sites as no `where`, except for the site that cannot be rewired."""
     model = nn.Sequential(h.PreNorm(), h.Projected(), d.BuiltinSum())
     with pytest.raises(RewireError) as refused:
         unskip.rewire(model, Cut(), X)
@@ -87,26 +87,26 @@ def test_the_advice_leaves_out_what_is_kept_without_it() -> None:
         (Cut(), lambda site: False, "governs no site"),
     ],
 )
-def test_bad_rules_and_selections(shortcut: object, where: object, message: str) -> None:
+def test_bad_rules_and_where_are_refused(shortcut: object, where: object, message: str) -> None:
     model = h.PreNorm()
-    with untouched(model), pytest.raises(BadInput, match=message):
+    with left_unchanged(model), pytest.raises(BadInput, match=message):
         unskip.rewire(model, shortcut, X, where=where)  # type: ignore[arg-type]
 
 
-def test_a_predicate_that_fails_is_the_users_error_and_changes_nothing() -> None:
+def test_an_exception_in_a_predicate_propagates_and_the_model_is_unchanged() -> None:
     model = h.PreNorm()
-    with untouched(model), pytest.raises(AttributeError, match="knid"):
+    with left_unchanged(model), pytest.raises(AttributeError, match="knid"):
         unskip.rewire(model, Cut(), X, where=lambda site: site.knid == "mlp")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, True, "0.5", None, 1 + 1j])
 @pytest.mark.parametrize("rule", [Decay, Learn, lambda v: Scale(v), lambda v: Scale(1.0, v), lambda v: Scale(stream=v)])
-def test_numbers_that_are_no_weights(rule: Callable[[object], object], value: object) -> None:
+def test_invalid_weights_are_refused(rule: Callable[[object], object], value: object) -> None:
     with pytest.raises(BadInput):
         rule(value)
 
 
-def test_a_bad_set_leaves_the_present_rules() -> None:
+def test_a_failed_set_keeps_the_current_rules() -> None:
     model = nn.Sequential(h.PreNorm(), h.PreNorm())
     wiring = unskip.rewire(model, Decay(0.6), X)
     out = model(X)
@@ -127,12 +127,12 @@ def test_a_class_without_source_is_refused() -> None:
     exec(compile(text, "<typed in>", "exec"), space)
     model = space["Hidden"]()  # type: ignore[operator]
     assert len(unskip.audit(model, X)) == 1
-    with untouched(model), pytest.raises(RewireError, match=r"Hidden\.forward .*source is not available"):
+    with left_unchanged(model), pytest.raises(RewireError, match=r"Hidden\.forward .*source is not available"):
         unskip.rewire(model, Cut(), X)
 
 
-class Tampering(nn.Module):
-    """Reads its own code, so that a rewritten forward behaves differently."""
+class DependsOnItsClass(nn.Module):
+    """Its output depends on the number of its base classes, which rewiring changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,42 +143,42 @@ class Tampering(nn.Module):
         return x * len(type(self).__mro__)
 
 
-def test_a_rewiring_that_does_not_compute_the_formula_is_taken_back() -> None:
-    model = Tampering()
+def test_a_rewiring_that_fails_verification_is_undone() -> None:
+    model = DependsOnItsClass()
     with (
-        untouched(model),
+        left_unchanged(model),
         pytest.raises(RewireError, match=r"does not compute .*left as it was"),
     ):
         unskip.rewire(model, Cut(), X)
     assert unskip.rewire(model, Keep(), X, verify=False).verified is False
 
 
-def test_verification_catches_exchanged_sites(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sabotage: the places of two sites are exchanged after the trace."""
+def test_verification_finds_swapped_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places of two sites are swapped after the trace; the reference of the verification has the right ones."""
     from dataclasses import replace
 
     from unskip.wiring import _rewire
 
-    look = _rewire.survey
+    original = _rewire.survey
 
-    def exchanged(model: nn.Module, example: object) -> object:
-        survey = look(model, example)  # type: ignore[arg-type]
+    def survey_with_swapped_places(model: nn.Module, example: object) -> object:
+        survey = original(model, example)  # type: ignore[arg-type]
         a, b = survey.sites
         return replace(survey, sites=(replace(a, places=b.places), replace(b, places=a.places)))
 
     model = h.Nested()
     real = _verify.Oracle
 
-    def honest(paths: object, sites: object, weights: object) -> object:
-        return real(paths, look(model, _rewire.example_for(model, X)).sites, weights)  # type: ignore[arg-type]
+    def correct(paths: object, sites: object, weights: object) -> object:
+        return real(paths, original(model, _rewire.example_for(model, X)).sites, weights)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_rewire, "survey", exchanged)
-    monkeypatch.setattr(_verify, "Oracle", honest)
-    with untouched(model), pytest.raises(RewireError, match="does not compute"):
+    monkeypatch.setattr(_rewire, "survey", survey_with_swapped_places)
+    monkeypatch.setattr(_verify, "Oracle", correct)
+    with left_unchanged(model), pytest.raises(RewireError, match="does not compute"):
         unskip.rewire(model, Cut(), X)
 
 
-def test_a_fault_while_weights_are_set_takes_the_wiring_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_weights_are_set_undoes_the_rewiring(monkeypatch: pytest.MonkeyPatch) -> None:
     from unskip.wiring import _fastpath
 
     model = nn.Sequential(h.PreNorm(), h.PreNorm())
@@ -186,7 +186,7 @@ def test_a_fault_while_weights_are_set_takes_the_wiring_out(monkeypatch: pytest.
     def fault(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with untouched(model):
+    with left_unchanged(model):
         calls = iter([None, None, fault])  # probe, undo, set
         real = _fastpath.switch
         monkeypatch.setattr(_fastpath, "switch", lambda *a: (next(calls, None) or real)(*a))
@@ -206,14 +206,14 @@ def test_a_fault_while_weights_are_set_takes_the_wiring_out(monkeypatch: pytest.
         (nn.DataParallel, "wrapped by DataParallel"),
     ],
 )
-def test_wrapped_models_are_refused_with_the_order_to_use(wrap: Callable[[nn.Module], nn.Module], message: str) -> None:
+def test_wrapped_models_are_refused_with_the_right_order(wrap: Callable[[nn.Module], nn.Module], message: str) -> None:
     model = wrap(h.PreNorm())
     for example in (X, None):  # None: no inputs can be inferred from the wrapper
-        with untouched(model), pytest.raises(WrappedError, match=message):
+        with left_unchanged(model), pytest.raises(WrappedError, match=message):
             unskip.rewire(model, Cut(), example)
 
 
-def test_a_rewired_model_in_a_wrapper_is_told_where_it_is(tmp_path: Path) -> None:
+def test_a_wrapped_rewired_model_is_refused_with_the_attribute_to_pass(tmp_path: Path) -> None:
     model = h.PreNorm()
     unskip.rewire(model, Cut(), X)
     for wrapped, message in (
@@ -229,7 +229,7 @@ def test_a_rewired_model_in_a_wrapper_is_told_where_it_is(tmp_path: Path) -> Non
             unskip.measure(cast(nn.Module, wrapped), X)
 
 
-def test_a_rewired_model_without_an_example_is_asked_for_one() -> None:
+def test_measure_of_a_rewired_model_needs_an_example_if_none_can_be_inferred() -> None:
     model = h.PreNorm()
     unskip.rewire(model, Cut(), X)
     with pytest.raises(BadInput, match="inputs cannot be inferred"):
@@ -243,15 +243,15 @@ def test_a_module_compiled_in_place_is_refused() -> None:
         unskip.rewire(model, Cut(), X)
 
 
-def test_accelerate_hooks_are_refused_before_and_work_after() -> None:
+def test_hooks_of_accelerate_are_refused_before_rewiring_and_work_afterwards() -> None:
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
     model = h.PreNorm()
     add_hook_to_module(model, ModelHook())
-    with untouched(model), pytest.raises(WrappedError, match="accelerate"):
+    with left_unchanged(model), pytest.raises(WrappedError, match="accelerate"):
         unskip.rewire(model, Cut(), X)
     remove_hook_from_module(model)
-    with untouched(model), pytest.raises(RewireError, match=r"self\.forward = "):
+    with left_unchanged(model), pytest.raises(RewireError, match=r"self\.forward = "):
         unskip.rewire(model, Cut(), X)
     del model.forward  # accelerate leaves the restored method on the instance
     unskip.rewire(model, Cut(), X)
@@ -260,7 +260,7 @@ def test_accelerate_hooks_are_refused_before_and_work_after() -> None:
     assert torch.equal(model(X), cut)
 
 
-def test_plain_hooks_are_no_obstacle() -> None:
+def test_forward_hooks_work_on_a_rewired_model() -> None:
     model = h.PreNorm()
     seen = []
     model.register_forward_hook(lambda module, arguments, output: seen.append(output))
@@ -285,13 +285,13 @@ class OwnPickle(h.PreNorm):
         return OwnPickle, ()
 
 
-def test_a_class_with_pickling_of_its_own_is_refused() -> None:
+def test_a_class_with_custom_pickling_is_refused() -> None:
     model = OwnPickle()
-    with untouched(model), pytest.raises(RewireError, match=r"OwnPickle .* pickled"):
+    with left_unchanged(model), pytest.raises(RewireError, match=r"OwnPickle .* pickled"):
         unskip.rewire(model, Cut(), X)
 
 
-def test_a_rule_that_cannot_be_followed_leaves_the_one_before() -> None:
+def test_a_rule_that_cannot_be_applied_keeps_the_previous_one() -> None:
     model = nn.Sequential(h.PreNorm(), OwnPickle())
     with pytest.raises(RewireError, match="OwnPickle"):
         unskip.rewire(model, Cut(), X, verify=False)
@@ -299,13 +299,13 @@ def test_a_rule_that_cannot_be_followed_leaves_the_one_before() -> None:
     wiring = unskip.rewire(model, Learn(0.5), X, where=lambda site: site.path == "0", verify=False)
     (alpha,) = wiring.parameters.values()
     before, shown = model(X), str(wiring)
-    for follow in (wiring.set, lambda rule, where: unskip.rewire(model, rule, where=where, force=True)):
+    for change in (wiring.set, lambda rule, where: unskip.rewire(model, rule, where=where, force=True)):
         with pytest.raises(RewireError, match="OwnPickle"):
-            follow(Cut(), lambda site: True)
+            change(Cut(), lambda site: True)
         assert str(wiring) == shown
         assert torch.equal(model(X), before)
         assert [*wiring.parameters.values()] == [alpha]
-    wiring.step(3)  # not forced by the call that failed
+    wiring.step(3)  # works, since force=True of the failed call has no effect
     wiring.set(Cut(), lambda site: site.path == "0")
     assert type(model[1]) is OwnPickle
 
@@ -339,7 +339,7 @@ class UsesHelper(nn.Module):
         return helper_add(x, self.f(x))
 
 
-def test_a_helper_that_is_exchanged_after_rewiring_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_that_is_replaced_after_rewiring_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = UsesHelper()
     unskip.rewire(model, Cut(), X)
     assert torch.equal(model(X), model.f(X))
@@ -348,7 +348,7 @@ def test_a_helper_that_is_exchanged_after_rewiring_fails_loudly(monkeypatch: pyt
         model(X)
 
 
-def test_every_error_is_an_unskip_error() -> None:
+def test_all_errors_are_subclasses_of_unskip_error() -> None:
     import unskip.errors as errors
 
     names = [name for name in vars(errors) if name.endswith(("Error", "Input")) and name != "UnskipError"]
@@ -356,13 +356,13 @@ def test_every_error_is_an_unskip_error() -> None:
     assert all(issubclass(getattr(errors, name), UnskipError) for name in names)
 
 
-def test_deepcopy_of_a_failed_rewire_is_clean() -> None:
+def test_a_deepcopy_after_a_failed_rewire_computes_the_same() -> None:
     model = d.BuiltinSum()
     with pytest.raises(RewireError):
         unskip.rewire(model, Cut(), X)
     assert torch.equal(copy.deepcopy(model)(X), model(X))
 
 
-def test_anneal_refuses_what_cannot_be_blended() -> None:
+def test_anneal_refuses_learned_weights() -> None:
     with pytest.raises(BadInput, match="rule of fixed weights"):
         Anneal(Keep(), Learn(), steps=10)

@@ -1,4 +1,4 @@
-"""Lightning: train, stop, resume and load with the wiring, compared bit for bit with a run that went on."""
+"""Lightning: train, stop, resume and load with the wiring, equal bit for bit to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RULES = [Decay(0.3), Anneal(Keep(), Cut(), steps=6), Learn(0.5)]
 
 
 class Classifier(pl.LightningModule):
-    """A rewired ViT in a module, without a word on its wiring."""
+    """A LightningModule around a ViT that may be rewired; its code does not mention the wiring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def fit(module: nn.Module, folder: Path, callbacks: list[Any], start: Path | Non
     keep = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = pl.Trainer(max_steps=4, callbacks=[*callbacks, keep], default_root_dir=folder, devices=1, **quiet)
-    data = torch.utils.data.TensorDataset(images(8), labels(8))  # two steps an epoch
+    data = torch.utils.data.TensorDataset(images(8), labels(8))  # two steps per epoch
     trainer.fit(module, torch.utils.data.DataLoader(data, 4), ckpt_path=start)
     return trainer
 
@@ -56,11 +56,11 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path, rule: Any) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, rule: Any) -> None:
     whole = Classifier()
     unskip.rewire(whole.vit, rule)
     fit(whole, tmp_path, [WiringCallback()])
-    # Learned weights have to be there before the weights are loaded.
+    # The parameters of Learn must exist before the state dict is loaded.
     again = Restoring() if isinstance(rule, Learn) else Classifier()
     fit(again, tmp_path, [WiringCallback()], tmp_path / "step=2.ckpt")
     assert Wiring.of(again.vit).alphas == Wiring.of(whole.vit).alphas
@@ -72,7 +72,7 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path, rule: Any) -> Non
     assert Wiring.of(Restoring.load_from_checkpoint(tmp_path / "step=2.ckpt").vit).at_step == 2
 
 
-def test_checkpoints_without_the_wiring_are_warned_of(tmp_path: Path) -> None:
+def test_checkpoints_without_the_wiring_give_a_warning(tmp_path: Path) -> None:
     module = Classifier()
     unskip.rewire(module.vit, Decay(0.3))
     with pytest.warns(UnskipWarning, match="WiringCallback"):
@@ -80,4 +80,4 @@ def test_checkpoints_without_the_wiring_are_warned_of(tmp_path: Path) -> None:
     trainer = fit(module, tmp_path / "carried", [WiringCallback()])
     trainer.save_checkpoint(tmp_path / "whole.ckpt", weights_only=False)
     with pytest.warns(UnskipWarning, match="dump_checkpoint"):
-        trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)  # asks no callback
+        trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)  # calls no callback

@@ -1,4 +1,4 @@
-"""transformers.Trainer: train, stop, resume and load with the wiring, compared bit for bit with a run that went on."""
+"""transformers.Trainer: train, stop, resume and load with the wiring, equal bit for bit to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -42,20 +42,19 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path, rule: Any) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, rule: Any) -> None:
     whole = gpt2()
     unskip.rewire(whole, rule, EXAMPLE)
     trainer(whole, tmp_path, [WiringCallback()]).train()
 
-    # Learned weights have to be there when the optimizer is made; the others are restored in a plain model.
+    # The parameters of Learn must exist when the optimizer is built; other rules are restored in a plain model.
     again = unskip.load(tmp_path / "checkpoint-2") if isinstance(rule, Learn) else gpt2()
     trainer(again, tmp_path / "again", [WiringCallback()]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert Wiring.of(again).alphas == Wiring.of(whole).alphas
     assert equal(again, whole)
     assert torch.equal(logits(again), logits(whole))
 
-    # Both checkpoints open on their own, at their own step, and by the record alone: what else a stranger's has is not
-    # read.
+    # Each checkpoint loads with its own step. Only unskip.json is read, not other files of an untrusted checkpoint.
     (tmp_path / "checkpoint-4" / "config.json").write_text(
         '{"model_type": "gpt2", "attn_implementation": "their/code"}'
     )
@@ -66,7 +65,7 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path, rule: Any) -> Non
         unskip.load(tmp_path / "checkpoint-2")
 
 
-def test_another_rule_than_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_resuming_with_a_rule_that_differs_from_the_checkpoint_is_refused(tmp_path: Path) -> None:
     model = gpt2()
     unskip.rewire(model, Decay(0.3), EXAMPLE)
     trainer(model, tmp_path, [WiringCallback()]).train()
@@ -76,7 +75,7 @@ def test_another_rule_than_that_of_the_checkpoint_is_refused(tmp_path: Path) -> 
         trainer(other, tmp_path, [WiringCallback()]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_the_best_model_has_the_annealed_weights_of_its_step(tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_with_the_alphas_of_its_step(tmp_path: Path) -> None:
     model = gpt2()
     unskip.rewire(model, Anneal(Keep(), Decay(0.2), steps=8), EXAMPLE)
     run = trainer(
@@ -84,14 +83,14 @@ def test_the_best_model_has_the_annealed_weights_of_its_step(tmp_path: Path) -> 
         metric_for_best_model="loss", greater_is_better=True,
     )  # fmt: skip
     run.train()
-    best = unskip.load(tmp_path / "checkpoint-2")  # the loss falls, and the greatest was asked for
+    best = unskip.load(tmp_path / "checkpoint-2")  # the loss falls, and the greatest counts as best here
     assert Wiring.of(model).alphas == Wiring.of(best).alphas
     assert torch.equal(logits(model), logits(best))
 
 
-def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
-    class Judged(nn.Module):
-        """A model that gives its loss, as Trainer wants it."""
+def test_a_model_that_is_not_from_transformers(tmp_path: Path) -> None:
+    class WithLoss(nn.Module):
+        """A model that returns its loss, as Trainer requires."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -101,7 +100,7 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
             scores = self.body(pixels)
             return nn.functional.cross_entropy(scores, labels), scores
 
-    whole, again = Judged(), Judged()
+    whole, again = WithLoss(), WithLoss()
     unskip.rewire(whole.body, Anneal(Keep(), Cut(), steps=6))
     data = [{"pixels": torch.randn(3, 16, 16), "labels": torch.tensor(i % 5)} for i in range(8)]
     for model, folder, start in ((whole, "a", None), (again, "b", str(tmp_path / "a/checkpoint-2"))):
@@ -112,10 +111,10 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
     assert equal(again, whole)
 
 
-# --- What drops a wiring ----------------------------------------------------------------------------------------------
+# --- Checkpoints without a wiring -------------------------------------------------------------------------------------
 
 
-def test_files_without_the_wiring_are_warned_of(tmp_path: Path) -> None:
+def test_files_without_the_wiring_give_a_warning(tmp_path: Path) -> None:
     model = gpt2()
     wiring = unskip.rewire(model, Decay(0.3), EXAMPLE)
     run = trainer(model, tmp_path, [])
@@ -127,7 +126,7 @@ def test_files_without_the_wiring_are_warned_of(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "plain")
     with pytest.warns(UnskipWarning, match=r"save_model.*unskip\.save"):
         run.save_model(str(tmp_path / "model"))
-    unskip.save(model, tmp_path / "saved")  # warnings are errors: these two give none
+    unskip.save(model, tmp_path / "saved")  # warnings are errors in the tests: these two give none
     model.state_dict()
     wiring.undo()
     model.save_pretrained(tmp_path / "plain")
@@ -138,5 +137,5 @@ def test_the_callback_without_a_wiring_does_nothing(tmp_path: Path) -> None:
     trainer(gpt2(), tmp_path, []).train()
     model = gpt2()
     run = trainer(model, tmp_path, [WiringCallback()])
-    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # a checkpoint from before the callback
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # this checkpoint was saved without the callback
     assert not (tmp_path / "checkpoint-4" / "unskip.json").exists()
