@@ -1,7 +1,7 @@
 """Groups the units that share a key for the check of a certificate, independently of the search.
 
 Units are separated by the products of their rows with random vectors: rows that are equal up to sign have products that
-are equal up to sign, and other rows almost never do. The units of a group are then compared in full with its first unit.
+are equal up to sign, and other rows almost never do. Each unit of a group is then compared in full with its first one.
 If some units remain uncertain, no groups are returned and the certificate fails.
 """
 

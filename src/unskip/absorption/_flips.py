@@ -1,12 +1,12 @@
-"""Class O: decides by the flip criterion, the canonical form, and the certificates that go with them.
+"""Decides blocks of class O by the flip criterion and the canonical form, with certificates.
 
 A block without spare units can absorb its skip if and only if some set S of units has
 
     W_down[:, S] W_up[S, :] = -A / c        ("Can an MLP Absorb Its Own Skip Connection?", arXiv 2604.23705)
 
 With p spare units (dead, duplicate, or added by a wider replacement) more is possible: splits and fresh pairs. A flip
-set counts within the rounding of the stored weights; an obstruction has to exceed the rounding of the coarsest dtype
-that holds the same numbers, so that storing them otherwise never turns one answer into the other.
+set is accepted up to the rounding of the stored weights. An obstruction has to exceed the rounding of the coarsest
+dtype that represents the same numbers, so a change of the stored dtype never turns one verdict into the other.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from unskip.absorption._problem import MAX_SHARE, Problem, singular_values
 from unskip.absorption._search import Dual, full_equation, search
 from unskip.absorption._verdict import Certificate, Obstruction
 
-MAX_PRODUCTS = 2e10  # products that a tighter bound, or singular values, may cost
+MAX_PRODUCTS = 2e10  # the largest cost, in products, of a tighter bound or of singular values
 
 
 @dataclass(eq=False)
 class Outcome:
-    """What is known at the end: a replacement, obstructions, or a reason to stay undecided."""
+    """The result of the decision: a replacement, obstructions, or the reason why it is undecided."""
 
     built: Built | None = None
     error: float | None = None
-    worst: float = math.inf  # of the replacement: its error over what is allowed
+    worst: float = math.inf  # of the replacement: its error relative to the allowed error
     measured: dict[str, float] = field(default_factory=dict)
     obstructions: list[Obstruction] = field(default_factory=list)
-    closest: float | None = None  # what the closest flip set that was not taken leaves of the skip
-    lossy: bool = False  # a replacement was found that the dtype of the weights does not hold well enough
-    reason: str = ""  # where neither holds
+    closest: float | None = None  # distance from the skip of the closest flip set that was rejected
+    lossy: bool = False  # a replacement was found for which the dtype of the weights is too coarse
+    reason: str = ""  # why neither was found
 
 
 def decide_by_flips(problem: Problem) -> Outcome:
-    """The flip criterion and what spare units add to it."""
+    """Decides by the flip criterion, and by splits and fresh pairs if there are spare units."""
     out = Outcome()
     keys = canonical_keys(problem)
     dual = None if keys.spares < 0 else _possible(problem, keys, out)
@@ -85,7 +85,7 @@ def decide_by_flips(problem: Problem) -> Outcome:
 
 
 def unproved_reason(problem: Problem) -> str | None:
-    """Why an obstruction by flips would not be sound here, or None."""
+    """The reason why an obstruction by flips would not be sound for this problem, or None."""
     phi = problem.block.phi
     if not phi.trusted:
         return f"nothing more is proved for the activation {phi.name!r}"
@@ -108,11 +108,11 @@ def _only_flips(dual: Dual | None) -> list[Obstruction]:
 
 
 def flip_bound(problem: Problem, bound: float) -> float:
-    """How far every flip set stays from the skip (Frobenius norm), at least.
+    """A lower bound on the distance of every flip set from the skip (Frobenius norm).
 
-    The `bound` of the certificate may say little. It is raised to the least distance over fractions of units where
-    that is cheap, unless it is close to what dropping the skip costs; with channels of equal weight where outlier
-    channels stand in the way of that.
+    The `bound` of the certificate may be loose. Unless it is close to the norm of the skip, it is raised to the least
+    distance over t in [0, 1]^m where that is cheap, and a second time with all channels scaled to equal norms, because
+    of outlier channels.
     """
     enough = 0.9 * problem.skip_norm / abs(problem.odd)
     if bound < enough and problem.width**2 * sum(problem.target.shape) <= MAX_PRODUCTS:
@@ -128,9 +128,9 @@ def flip_bound(problem: Problem, bound: float) -> float:
 
 
 def _spectral(problem: Problem, spares: int) -> list[Obstruction]:
-    """|c| sigma_i(W_down) sigma_j(W_up) < sigma_rho(A) with i + j - 1 = rho - p: the units are too weak."""
+    """|c| sigma_i(W_down) sigma_j(W_up) < sigma_rho(A) with i + j - 1 = rho - p."""
     if problem.affine_possible and problem.odd < 1:
-        return []  # units that are affine on the domain then weigh more than 1
+        return []  # units that are affine on the domain then have a weight above 1
     skip, down, up = map(singular_values, (problem.skip, problem.down, problem.up))
     unit, margin = abs(problem.odd), 1e-9
     slack = 2 * problem.tolerance
@@ -166,7 +166,7 @@ def _open(problem: Problem, keys: Keys, out: Outcome) -> str:
 
 
 def _possible(problem: Problem, keys: Keys, out: Outcome) -> Dual | None:
-    """Looks for a replacement; what the search for flips proved on the way comes back."""
+    """Searches for a replacement and puts it into `out`. Returns the dual, if the search finds one instead."""
     if keys.spares > 0:
         _best(problem, keys, _ways(problem, keys), out)
         if out.built is not None:
@@ -183,7 +183,7 @@ def _possible(problem: Problem, keys: Keys, out: Outcome) -> Dual | None:
 
 
 def _ways(problem: Problem, keys: Keys) -> Iterable[tuple[int, ...]]:
-    """The keys to split, way by way; what they leave goes to fresh pairs. Fresh pairs alone come first."""
+    """Yields sets of keys to split, the empty set first. The remaining units are used for fresh pairs."""
     yield ()
     if problem.affine_allowed or not keys.count:
         return
@@ -192,12 +192,12 @@ def _ways(problem: Problem, keys: Keys) -> Iterable[tuple[int, ...]]:
         order = independent_rows(keys.rows)
         if p >= 2 * n - len(order):
             if p < 2 * n:
-                yield tuple(order[: 2 * n - p])  # as few as will do: the last pivots are the worst conditioned
+                yield tuple(order[: 2 * n - p])  # the fewest that are enough: the last pivots are the worst conditioned
             yield tuple(order)
 
 
 def _best(problem: Problem, keys: Keys, ways: Iterable[tuple[int, ...]], out: Outcome) -> None:
-    """Of the ways that hold, the one whose error is least against what is allowed."""
+    """Puts the accepted replacement with the least relative error into `out`."""
     nothing = torch.zeros(keys.count, dtype=torch.bool, device=keys.rows.device)
     for split in ways:
         this = Outcome()
@@ -207,8 +207,10 @@ def _best(problem: Problem, keys: Keys, ways: Iterable[tuple[int, ...]], out: Ou
 
 
 def _may_overflow(problem: Problem) -> bool:
-    """Whether float16 may overflow where the block does not: on turned rows of a slope beyond 1, or in a mean that a
-    LayerNorm hides."""
+    """Whether a float16 replacement may overflow where the block does not.
+
+    Flipped rows with a slope above 1 may, and outputs with a large mean that a LayerNorm removes.
+    """
     block, post = problem.block, problem.block.norms.get("post")
     steep = block.phi.homogeneous and not 0 <= problem.odd <= 2
     hidden = post is not None and post.kind != "rmsnorm"
@@ -216,13 +218,16 @@ def _may_overflow(problem: Problem) -> bool:
 
 
 def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...], out: Outcome) -> bool:
-    """What is left of the skip is within rounding of the flipped units, and the outputs agree."""
+    """Whether a flip set leaves no more of the skip than rounding, and the outputs agree.
+
+    An accepted replacement is put into `out`.
+    """
     block = problem.block
     used = flips.to(keys.rows.device) & keys.without(split)
     weights = keys.joint[:, used].norm(dim=0) * keys.rows[used].norm(dim=1)
     bulk = math.hypot(problem.odd * float(weights.norm()), problem.skip_norm)
     most = min(problem.rounding_tolerance(block.roundoff, bulk / 2), problem.tolerance)
-    if not split:  # cheap, and most candidates end here: what is left at least, whatever the fresh pairs are
+    if not split:  # a cheap lower bound for any fresh pairs, which rejects most candidates
         rest = keys.joint[:, used] @ keys.rows[used] - keys.goal
         pairs = max(keys.spares, 0) // (1 if problem.affine_allowed else 2)
         largest = float(rest.abs().sum(0).max() * rest.abs().sum(1).max())  # bounds a squared singular value
@@ -241,7 +246,7 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
         return False
     seen = compare_outputs(block, built.block, problem.domain, linear=gap)
     if not seen.holds or 2 * block.roundoff * bulk >= MAX_SHARE * problem.skip_norm > 0:
-        out.lossy = block.dtype != torch.float64  # or beside such weights rounding alone could hide or make a skip
+        out.lossy = block.dtype != torch.float64  # or rounding of such large weights could explain a skip
         return False
     out.built, out.worst, out.measured = built, seen.worst, seen.measured
     left = float((built.residual if built.flips is not None else gap).norm())

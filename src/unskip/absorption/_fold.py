@@ -1,10 +1,10 @@
-"""Folds a skip into the linear map that follows, where nothing stands between.
+"""Folds a skip into the linear map that directly follows the block.
 
     y = A x + W_down h + b,  h = phi(W_up n(x) + b_up)        z = L y + l = (L A) x + (L W_down) h + (L b + l)
 
-So z needs neither the sum nor y: one linear map reads x and h side by side. It is exact for every activation, gates and
-a norm before the MLP included. It takes (d + h) k products for k outputs where the plain way takes h d + d k, so it is
-cheaper where k < d, as before a head or a bottleneck. Behind a norm after the sum there is nothing to fold.
+So z is one linear map of x and h concatenated, and the sum y is not computed. This is exact for every activation, with
+gates and with a norm before the MLP. It takes (d + h) k products for k outputs instead of h d + d k, so it is cheaper
+if k < d, as before a head or a bottleneck. It is not possible with a norm after the sum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unskip.errors import BadInput
 
 
 def fold(block: Block | MlpParts, after: nn.Linear) -> nn.Linear:
-    """The linear map on torch.cat([x, block.hidden(x)], -1) that gives after(block(x)).
+    """Returns the linear map that takes torch.cat([x, block.hidden(x)], -1) to after(block(x)).
 
     It is computed in float64 and stored in the dtype of `after`.
     """

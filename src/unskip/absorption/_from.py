@@ -1,4 +1,4 @@
-"""From a model to blocks: the parts of an MLP site as a Block, or the reason why they are none."""
+"""Converts the MLP sites of a model to Blocks, or gives the reason why a site cannot be converted."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from unskip.anatomy import (
 )
 from unskip.errors import BadInput, UnskipError
 
-CHUNK = 4  # samples whose recordings are held at a time, or more where that is fewer inputs than
+CHUNK = 4  # samples that are traced at a time, or more if they have fewer than INPUTS inputs
 INPUTS = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class NoBlock:
-    """A site that is no block, with the reason."""
+    """The reason why a site cannot be converted to a Block."""
 
     reason: str
 
 
 def block_of(source: object, example: object = None) -> Block:
-    """A Block, or that of MlpParts or of a module with exactly one MLP site. Raises BadInput."""
+    """Returns a Block as it is; converts MlpParts, or a module with exactly one MLP site. Raises BadInput."""
     if isinstance(source, Block | MlpParts) and example is not None:
         raise BadInput(f"absorb: example= is for a module; a {type(source).__name__} takes none")
     if isinstance(source, Block):
@@ -69,14 +69,14 @@ def block_of(source: object, example: object = None) -> Block:
 
 
 def one_batch(who: str, example: object, data: object) -> object:
-    """The batch that a whole model is asked about."""
+    """Returns the example or the data, whichever is given. Raises BadInput if both are."""
     if example is not None and data is not None:
         raise BadInput(f"{who}: give an example or data, not both; data is a batch, which serves as the example")
     return example if data is None else data
 
 
 def mlp_sites(parts: Parts) -> list[tuple[Site, MlpParts | None, str]]:
-    """Every site with an MLP: its weights, or None and why they cannot be read."""
+    """Every site with an MLP, with its weights, or None and the reason why they cannot be read."""
     found: list[tuple[Site, MlpParts | None, str]] = []
     for index, (site, part) in enumerate(zip(parts.sites, parts, strict=True)):
         if isinstance(part, MlpParts):
@@ -89,9 +89,9 @@ def mlp_sites(parts: Parts) -> list[tuple[Site, MlpParts | None, str]]:
 
 
 def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
-    """The block of a site: alpha x + beta * scale * MLP(x), with beta and the scale put into the down weight.
+    """The block of a site: alpha x + beta * scale * MLP(x), with beta and the scale multiplied into W_down.
 
-    `alpha` is given where it differs from channel to channel.
+    `alpha` is needed only if it differs between channels.
     """
     if part.gated:
         return NoBlock("its branch is multiplied by something computed from the input")
@@ -139,7 +139,7 @@ def from_parts(part: MlpParts, alpha: Tensor | None = None) -> Block | NoBlock:
 
 
 def read_block(traced: PartsTrace, part: MlpParts) -> Block | NoBlock:
-    """The block of a site of a traced model, with the weight of its skip channel by channel."""
+    """The block of a site of a traced model, with an alpha for each channel if they differ."""
     trace, index = traced.trace, part.site.index
     run = trace.last_runs[index]
     if not all(bool(trace.graph.values[node].isfinite().all()) for node in (run.stream, run.root)):
@@ -149,7 +149,7 @@ def read_block(traced: PartsTrace, part: MlpParts) -> Block | NoBlock:
 
 
 def trace_sample(model: nn.Module, given: Example) -> PartsTrace:
-    """The model traced on two samples of the example, so that a branch that mixes them is seen."""
+    """Traces the model on two samples of the example, so that a branch that mixes samples is detected."""
     for name, module in model.named_modules():
         if isinstance(module, nn.RReLU):
             raise BadInput(f"{name}: RReLU draws its slope at random in training; put LeakyReLU in its place")
@@ -160,14 +160,15 @@ def trace_sample(model: nn.Module, given: Example) -> PartsTrace:
 
 
 def count_samples(given: Example) -> int:
-    """How many samples a batch holds."""
+    """The number of samples in a batch."""
     return max((len(value) for value in given.values if isinstance(value, Tensor) and value.ndim), default=1)
 
 
 def streams(model: nn.Module, given: Example, enough: int, only: int | None = None) -> dict[int, Tensor]:
-    """What every site, or only one, reads on a batch: by site index (inputs, d), at least `enough` where there are.
+    """The inputs (n, d) of every site, or of site `only`, on a batch, by site index.
 
-    A few samples are traced at a time; of a rewired model it is what its sites read now.
+    A few samples are traced at a time, until every site has `enough` inputs or the batch ends. A rewired model is
+    traced as it is wired now.
     """
     samples, done, chunk = count_samples(given), 0, CHUNK
     found: dict[int, list[Tensor]] = {}

@@ -1,18 +1,17 @@
-"""The canonical form: which units really count.
+"""The canonical form: which units are active, and the equation that a flip set has to solve.
 
 Up to affine functions a block of class O is  sum_k J_k e(u_k.x + b_k)  over distinct keys: +-(u, b), or for ReLU and
-LeakyReLU the hyperplane u.x + b = 0. Units of one key merge (J_k is their sum), a key whose J_k is zero counts for
-nothing, and neither does a unit with u = 0, nor one whose hinge misses the domain. What is left over is spare: a spare
-unit of the replacement can be used for something else. With u_i = s_i r_i u_k, a replacement of m units, one on each
+LeakyReLU the hyperplane u.x + b = 0. Units of one key merge (J_k is the sum of their columns). A key with J_k = 0, a
+unit with u = 0 and a unit whose hinge misses the domain are inactive. All units beyond one for each active key are
+spare: the replacement can use them for something else. With u_i = s_i r_i u_k, a replacement of m units, one for each
 key, needs
 
     sum_k t_k J_k u_k^T = B,   t in {0, 1}^m,        B = -A / c + sum_i beta_i v_i u_i^T
 
-where beta_i is 0 for a unit that looks the same way as its key, -1 for one that looks the other way, and takes off the
-linear part of a unit that counts for nothing.
+where beta_i is 0 for a unit with s_i = 1, -1 for a unit with s_i = -1, and removes the linear part of an inactive unit.
 
-Units merge only where they are equal up to the rounding of float64. Units that rounding of the stored weights may have
-told apart are counted by `doubtful`; they never merge, and are only a reason not to say `impossible`.
+Units are merged only if they are equal up to the rounding of float64. Units that differ by no more than the rounding of
+the stored weights are counted by `count_uncertain`. They are never merged, but they rule out the verdict `impossible`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from unskip.absorption._problem import EPS, Problem
 
 KEY_TOLERANCE = 16 * EPS
 CHUNK_ENTRIES = 2**22  # entries of rows that are compared in full at a time
-COORDINATES = 64  # in which rows are compared first
-CHUNK_ROWS = 1024  # rows that are compared with those next to them at a time
+COORDINATES = 64  # that are compared first
+CHUNK_ROWS = 1024  # rows that are compared with their neighbours at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,18 +37,18 @@ class Keys:
     joint: Tensor
     rows: Tensor
     goal: Tensor
-    first: Tensor  # (m,) the unit that stands for each key
-    member: Tensor  # (h,) the key of each unit, -1 where it counts for nothing
-    sizes: Tensor  # (m,) how many units a key has
+    first: Tensor  # (m,) the first unit of each key
+    member: Tensor  # (h,) the key of each unit, -1 if it is inactive
+    sizes: Tensor  # (m,) the number of units of each key
     ratio: Tensor  # (h,) r_i of each unit
-    spares: int  # width of the replacement less m
+    spares: int  # the width of the replacement minus m
 
     @property
     def count(self) -> int:
         return len(self.first)
 
     def without(self, split: tuple[int, ...]) -> Tensor:
-        """(m,) which keys are left where these are taken out."""
+        """(m,) which keys remain without these."""
         kept = torch.ones_like(self.first, dtype=torch.bool)
         if split:
             kept[torch.tensor(split).to(kept.device)] = False
@@ -71,7 +70,7 @@ def canonical_keys(problem: Problem) -> Keys:
     ratio = lengths if phi.homogeneous else torch.ones_like(lengths)
     units = torch.arange(h, device=up.device)
     lead = _leads(problem, ~idle)
-    if not bool(idle.any()) and torch.equal(lead, units):  # every unit counts and stands alone
+    if not bool(idle.any()) and torch.equal(lead, units):  # every unit is active and has its own key
         return separate_keys(problem)
     member = torch.full_like(lead, -1)
     member[~idle] = torch.unique(lead[~idle], return_inverse=True)[1]
@@ -80,9 +79,9 @@ def canonical_keys(problem: Problem) -> Keys:
     joint = down.new_zeros(len(down), count)
     joint.index_add_(1, member[active], (down * ratio)[:, active])
     bulk = down.new_zeros(count).index_add_(0, member[active], (problem.raw_down_norms * ratio)[active])
-    rounding = 16 * EPS * max(4, len(down) if problem.block.norms else 1)  # a quotient rounds as well
+    rounding = 16 * EPS * max(4, len(down) if problem.block.norms else 1)  # the projection of a norm rounds as well
     alive = joint.norm(dim=0) > rounding * bulk
-    # The last entry serves the units of no key, which have -1.
+    # The last entry is for units without a key, whose index is -1.
     renumber = torch.where(alive, torch.cumsum(alive.long(), 0) - 1, -1)
     member = torch.cat([renumber, renumber.new_full((1,), -1)])[member]
     active = member >= 0
@@ -101,13 +100,13 @@ def canonical_keys(problem: Problem) -> Keys:
     goal = -target / problem.odd
     if bool(moved.any()):
         goal = goal + (down[:, moved] * beta[moved]) @ rows[moved]
-    # A unit alone keeps its column to the bit.
+    # The column of a single unit is kept bit for bit.
     joint = torch.where(sizes == 1, down[:, first], joint / ratio[first])
     return Keys(joint, rows[first], goal, first, member, sizes, ratio, problem.width - count)
 
 
 def separate_keys(problem: Problem) -> Keys:
-    """Every unit by itself, equal or not: two mirrored ones may both stay as they are, which one key cannot say."""
+    """One key for every unit, even for equal ones. With it two mirrored units may both stay unflipped."""
     h, goal = len(problem.up), -problem.target / problem.odd
     units = torch.arange(h, device=problem.up.device)
     ratio = problem.row_norms if problem.block.phi.homogeneous else torch.ones_like(problem.row_norms)
@@ -115,7 +114,7 @@ def separate_keys(problem: Problem) -> Keys:
 
 
 def count_uncertain(problem: Problem, keys: Keys) -> int:
-    """How many more units than `keys` has may be spare, as far as rounding of the stored weights can tell."""
+    """How many further units may be spare, if the stored weights are taken as exact only up to rounding."""
     roundoff = problem.block.roundoff
     member = keys.member
     active = member >= 0
@@ -137,9 +136,9 @@ def count_uncertain(problem: Problem, keys: Keys) -> int:
 
 
 def _leads(problem: Problem, wanted: Tensor) -> Tensor:
-    """(h,) for every unit the first wanted one with the same key: itself, or one that stands for itself.
+    """(h,) for every unit the first wanted unit with the same key, which may be the unit itself.
 
-    Everything stays on the device of the weights, in a number of steps that does not grow with the units.
+    Everything stays on the device of the weights, and the number of operations does not grow with the units.
     """
     units = torch.arange(len(problem.up), device=problem.up.device)
     lead = units.clone()
@@ -149,10 +148,10 @@ def _leads(problem: Problem, wanted: Tensor) -> Tensor:
 
 
 def _apart(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
-    """How far two rows are from being equal up to sign (and for ReLU up to a factor), and their biases likewise.
+    """The distance of two rows, and of their biases, from being equal up to sign (for ReLU also up to a factor).
 
-    Rows are compared relative to their lengths, and biases to their own sizes: a hinge that is close to the origin
-    against inputs of size 1 is not close to it against smaller ones.
+    Rows are compared relative to their norms, and biases relative to their own sizes: a hinge that is close to the
+    origin for inputs of size 1 is not close to it for smaller ones.
     """
     up, bias, lengths = problem.up, problem.bias, problem.row_norms
     one, two = lengths[a], lengths[b]
@@ -168,8 +167,10 @@ def _apart(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
 def _pairs(
     problem: Problem, wanted: Tensor, tolerance: float, matters: Callable[[Tensor, Tensor], Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of wanted rows, the lower index first, that are equal within the tolerance; only those that still matter
-    once the ones before them are dealt with."""
+    """Yields pairs of wanted rows that are equal within the tolerance, the lower index first.
+
+    `matters` is called between chunks, and pairs for which it is False are left out.
+    """
     some = min(max(64, CHUNK_ENTRIES // problem.up.shape[1]), 2**15)
     for left, right in _close(problem, wanted, 4 * tolerance):
         while len(left):
@@ -182,10 +183,10 @@ def _pairs(
 
 
 def _close(problem: Problem, wanted: Tensor, tolerance: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of wanted rows that may be equal up to sign and `tolerance` once normed; none that are is left out.
+    """Yields all pairs of wanted rows that are equal up to sign and `tolerance` after normalisation, and some others.
 
-    Neither the distance along one direction nor that in a few coordinates is more than the whole distance: rows are
-    sorted by the first, and those next to one another compared by the second.
+    The distance along one direction, and that in a few coordinates, are lower bounds on the distance: rows are sorted
+    by the first, and neighbours are compared by the second.
     """
     up, bias, d = problem.up, problem.bias, problem.up.shape[1]
     lengths = torch.hypot(problem.row_norms, bias).clamp(min=torch.finfo(torch.float64).tiny)

@@ -1,18 +1,19 @@
-"""How well a replacement agrees with its block, measured: on inputs of several sizes, in float64 and as stored.
+"""Measures how well a replacement agrees with its block: on inputs of several sizes, in float64 and as stored.
 
-What is allowed is set by the block alone. In float64 the outputs may differ by 1e-10 of the block's own terms, the sum
-of |A| |x|, |W_down| (|W_up| |x| + |b|) and |b_down|; by 4e-11 on the few inputs that are drawn here. Stored in a
-coarser dtype the replacement may err 4 times as much as the block itself loses by computing in that dtype; 2.5 times on
-the inputs drawn here. The loss is measured, and counted as at least one rounding of the output and of each term that it
-sums,
+The allowed error depends on the block alone, not on the weights of the replacement. In float64 the outputs may differ
+by 1e-10 of the block's own terms, the sum of |A| |x|, |W_down| (|W_up| |x| + |b|) and |b_down|; on the few inputs drawn
+here by 4e-11. Stored in a coarser dtype, the error of the replacement may be 4 times the loss of the block itself in
+that dtype; on the inputs drawn here 2.5 times. The loss is measured, and is at least one rounding of the output and of
+each term that it sums, with the unit roundoff u:
 
-    u / sqrt(3) * sqrt(F_k^2 + sum_j (A_kj x_j)^2 + sum_i (W_down,ki phi_i)^2 + b_down,k^2)  over inputs and outputs k,
+    u / sqrt(3) * sqrt(F_k^2 + sum_j (A_kj x_j)^2 + sum_i (W_down,ki phi_i)^2 + b_down,k^2)  over inputs and outputs k.
 
-because a block whose terms cancel may lose nothing on these inputs by chance. u / sqrt(3) is the standard deviation of
-one rounding, and independent ones add up in squares: in bfloat16 a block of 3,072 units does lose that much, and 26
-times less than u times the sum of its terms' sizes.
-Nothing depends on the weights of the replacement. All this holds on Gaussian inputs and along the directions that are
-worst. Where a number in the block overflows smaller inputs are taken: up to there the replacement may not overflow.
+A block whose terms cancel may lose nothing on these inputs by chance, hence the minimum. u / sqrt(3) is the standard
+deviation of one rounding, and independent roundings add up in squares: in bfloat16 a block of 3,072 units does lose
+that much, which is 26 times less than u times the sum of the sizes of its terms.
+
+The inputs are Gaussian, and some lie along the worst directions. If a number in the block overflows on an input, a
+smaller one is used; the replacement may not overflow where the block does not.
 """
 
 from __future__ import annotations
@@ -29,23 +30,25 @@ from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain
 from unskip.absorption._problem import MAX_SHARE
 
-ROUNDINGS = 8  # of the units' terms, added in squares: what a gap may be at most
-MAX_DECOMPOSED = 2048  # the largest skip that is decomposed, where it is not diagonal
+ROUNDINGS = 8  # the largest gap, in roundings of the units' terms, added in squares
+MAX_DECOMPOSED = 2048  # the largest skip that is decomposed if it is not diagonal
 SIZES = tuple(10.0**power for power in range(-6, 6))  # of inputs; on a domain in float64 from the fifth on
 OVERFLOW_MARGIN = 1.03  # an input is accepted if nothing in the block overflows at this multiple of it
 SHRINK = 0.84  # factor on an input that overflows
-DIRECTIONS = 2  # worst directions to measure for each of PRODUCT_SHARES
-# Shares of the rounding of products that may count.
+DIRECTIONS = 2  # worst directions to measure, for each of PRODUCT_SHARES
+# Shares of the rounding of products that may contribute to the loss.
 PRODUCT_SHARES = {torch.float32: (0.0, 0.03, 0.1, 0.3, 1.0), torch.float64: (1.0,)}
-FLOAT64_TOLERANCE = 4e-11  # of the block's own terms in float64, so that on other inputs it stays below 1e-10
-LOSS_FACTOR = 2.5  # times what the block loses itself, so that on other inputs it stays below 4
-SPLIT_TOLERANCE = 1e-6  # of the block's terms: further error that split rows may have in `widen` and modules
+FLOAT64_TOLERANCE = 4e-11  # of the block's own terms in float64; keeps the error on other inputs below 1e-10
+LOSS_FACTOR = 2.5  # times the loss of the block; keeps the factor on other inputs below 4
+SPLIT_TOLERANCE = 1e-6  # of the block's terms: additional error of split rows in `widen` and modules
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether a replacement agrees, the worst ratio of its error to what is allowed, and errors at inputs of size 1
-    (less where the block overflows there)."""
+    """Whether a replacement agrees, the worst ratio of its error to the allowed error, and measured errors.
+
+    The errors are measured on inputs of size 1, or on smaller ones if the block overflows there.
+    """
 
     holds: bool
     worst: float
@@ -60,9 +63,9 @@ def compare_outputs(
     tolerance: float = 0.0,
     linear: Tensor | None = None,
 ) -> Agreement:
-    """Compares the outputs before any norm after the sum. A tolerance is allowed on top, relative to the terms.
+    """Compares the outputs, before any norm after the sum. `tolerance` is an additional error, relative to the terms.
 
-    `linear` is the map of `linear_gap`, where the caller has it.
+    `linear` is the map that `linear_gap` returns, if the caller has it.
     """
     bare, made, dtype = block.bare(), other.bare(), block.dtype
     wide, wide_made = bare.double(), made.double()
@@ -70,7 +73,7 @@ def compare_outputs(
     sizes = _sizes(wide) if domain is None else SIZES if dtype != torch.float64 else SIZES[4:]
     counts = torch.tensor([_samples(block), *[_along(block)] * len(ways)]).repeat(len(sizes))
     low = _inputs(bare, domain, sizes, ways, seed)
-    if low is None:  # nothing to measure: the block overflows wherever it was looked at
+    if low is None:  # nothing to measure: the block overflows on all inputs
         return Agreement(False, 0.0, {})
     exact = low.double()
     truth = _hidden_shift(block, wide(exact))
@@ -79,7 +82,7 @@ def compare_outputs(
     own = _hidden_shift(block, bare(low).double()) - truth
     group = torch.arange(len(counts)).repeat_interleave(counts).to(low.device)
 
-    def together(rows: Tensor) -> Tensor:  # (rows,) squares to the norm of each group
+    def together(rows: Tensor) -> Tensor:  # (rows,) squares to one norm per group
         return rows.new_zeros(len(counts)).index_add_(0, group, rows).sqrt()
 
     scale, lost, wrong, off = (together(each.square().sum(1)) for each in (truth, own, gap, stored))
@@ -100,7 +103,7 @@ def compare_outputs(
 
 
 def _sizes(block: Block) -> tuple[float, ...]:
-    """Sizes of inputs for a block in float64: also around its own, where its units bend, if that is far from 1."""
+    """Sizes of inputs for a block in float64. Sizes around its own nonlinear range are added if that is far from 1."""
     bias = torch.zeros_like(block.up[:, 0]) if block.up_bias is None else block.up_bias.abs()
     bend = (bias if block.phi.homogeneous else bias.clamp(min=1.0)) / block.up.norm(dim=1)
     bend = bend[torch.isfinite(bend) & (bend > 0)]
@@ -109,11 +112,12 @@ def _sizes(block: Block) -> tuple[float, ...]:
 
 
 def _worst_directions(block: Block, other: Block, domain: Domain | None, linear: Tensor | None) -> Tensor:
-    """(ways, d) directions x in which the replacement is expected to err most against what the block loses.
+    """(ways, d) directions x in which the error of the replacement is expected to be largest relative to the loss.
 
-    With E the linear map between the two, M x the terms A_j x_j and |v_i| u_i.x that the block sums, and M' those of
-    the replacement, it is |(E / u, M') x| against |M x|: along a direction that the rows hardly see, M x is small.
-    Where products are not summed in a finer dtype, |v_i| u_ij x_j count as well: how much depends on the kernel.
+    With E the linear gap between the two, u the unit roundoff, M x the terms A_j x_j and |v_i| u_i.x of the block, and
+    M' x those of the replacement, they maximise |(E / u, M') x| / |M x|, which is large along directions that are
+    nearly orthogonal to the rows. If products are not accumulated in a finer dtype, the terms |v_i| u_ij x_j contribute
+    as well, with a share that depends on the kernel.
     """
     d, products = block.inputs, PRODUCT_SHARES.get(block.dtype, (0.0,))
     if block.phi.odd is None or block.gated or d == 1:
@@ -127,7 +131,7 @@ def _worst_directions(block: Block, other: Block, domain: Domain | None, linear:
         return torch.eye(d).to(size)[theirs.norm(dim=0).topk(DIRECTIONS).indices]
     square, gram, skip = theirs.mT @ theirs, (rows / size).mT @ (rows / size), block.matrix.norm(dim=0) / size
     start = torch.randn(d, min(DIRECTIONS, d), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(size)
-    # Directions that the rows do not see at all, as sparse as they come: products that cancel there do not round.
+    # Directions that are orthogonal to all rows, if there are any: products that cancel there do not round.
     ways = [torch.linalg.svd(block.up.double())[2][-2 * DIRECTIONS :]] if d <= 64 else []
     for part in products:
         mine = gram + torch.diag(skip.square() + part**2 * gram.diagonal() + 4e-15 * d)
@@ -138,18 +142,18 @@ def _worst_directions(block: Block, other: Block, domain: Domain | None, linear:
     return F.normalize(torch.cat(ways), eps=1e-300)
 
 
-def _samples(block: Block) -> int:  # of each size; many outputs make up for few inputs
+def _samples(block: Block) -> int:  # of each size; with many outputs fewer inputs are enough
     return 48 if block.outputs < 64 else 16
 
 
-def _along(block: Block) -> int:  # the same along a direction
+def _along(block: Block) -> int:  # of each size along a direction
     return 24 if block.outputs < 64 else 4
 
 
 def _inputs(block: Block, domain: Domain | None, sizes: Sequence[float], ways: Tensor, seed: int) -> Tensor | None:
     """(rows, d) inputs of every size: Gaussian ones (on a domain uniform ones), then some along each of the ways.
 
-    Each is made smaller until no number in the block overflows on it.
+    Each is scaled down until no number in the block overflows. Returns None if that fails.
     """
     place, generator = domain or Domain.ball(torch.zeros(block.inputs), 1e90), torch.Generator().manual_seed(seed)
     center, drawn, samples = place.center.to(block.up.device), list[Tensor](), _samples(block)
@@ -170,7 +174,7 @@ def _inputs(block: Block, domain: Domain | None, sizes: Sequence[float], ways: T
 
 
 def _finite(block: Block, x: Tensor) -> Tensor:
-    """(rows,) where no number in the block overflows: a preactivation of -inf may leave no trace in its output."""
+    """(rows,) whether no number in the block overflows. A preactivation of -inf may not show in the output."""
     linear = [(block.up, block.up_bias), (block.gate, block.gate_bias)]
     parts = [F.linear(x, w.to(x), None if b is None else b.to(x)) for w, b in linear if w is not None]
     hidden = block.hidden(x)
@@ -180,19 +184,19 @@ def _finite(block: Block, x: Tensor) -> Tensor:
 
 
 def _underflow(block: Block, dtype: torch.dtype) -> float:
-    """What a block in float64 loses where its hidden layer is rounded to the numbers next to 0 of a dtype."""
+    """The loss of a block in float64 if its hidden activations are rounded to the subnormal numbers of a dtype."""
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return least * (1 + float(block.down.abs().sum(1).norm()))
 
 
 def _hidden_shift(block: Block, values: Tensor) -> Tensor:
-    """Outputs (..., d_out) as far as a LayerNorm after the sum sees them."""
+    """Outputs (..., d_out), minus their mean if a LayerNorm after the sum removes it."""
     norm = block.norms.get("post")
     return values - values.mean(-1, keepdim=True) if norm is not None and norm.kind == "layernorm" else values
 
 
 def _terms(block: Block, x: Tensor) -> Tensor:
-    """(rows,) the sizes of all that a block in float64 adds up."""
+    """(rows,) the sum of the sizes of all terms of a block in float64."""
 
     def linear(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         shift: Tensor | float = 0.0 if bias is None else bias
@@ -211,17 +215,17 @@ def _terms(block: Block, x: Tensor) -> Tensor:
 
 
 def _squares(block: Block, x: Tensor) -> Tensor:
-    """(rows,) the squares of the terms that the outputs of a block in float64 are sums of."""
+    """(rows,) the sum of the squared terms of the outputs of a block in float64."""
     const = x.new_zeros(1) if block.down_bias is None else block.down_bias
     squares = block.hidden(x).square() @ block.down.square().sum(0) + x.square() @ block.matrix.square().sum(0)
     return squares + const.square().sum()
 
 
 def linear_gap(block: Block, other: Block, domain: Domain | None = None) -> tuple[Tensor, Tensor]:
-    """The linear map between a block of class O and a replacement, and the skip, as far as a norm lets them through.
+    """The difference of the linear parts of a block of class O and a replacement, and the skip.
 
-    Equal blocks have the same A + (c / 2) W_down W_up. On a domain a ReLU-like unit whose kink misses it has the slope
-    of its side, 1 or c - 1, in place of c / 2.
+    Equal blocks have the same A + (c / 2) W_down W_up. A ReLU-like unit whose hinge misses the domain has slope 1 or
+    c - 1 there instead of c / 2. The part that a LayerNorm after the sum removes is left out.
     """
     half = float(block.phi.odd or 0) / 2
     maps = []
@@ -236,15 +240,15 @@ def linear_gap(block: Block, other: Block, domain: Domain | None = None) -> tupl
 
 
 def gap_is_negligible(block: Block, left: Tensor, skip: Tensor, tolerance: float = 0.0) -> bool:
-    """Whether a linear gap is rounding of the units, and a small share of the skip in every row, column and direction.
+    """Whether a linear gap is within rounding, and a small share of the skip in every row, column and direction.
 
-    In a coarse dtype the outputs would not show that a skip was dropped: beside large weights it is within their
-    rounding. Nor would all rows together show that one of them was, beside a skip that is larger elsewhere.
+    In a coarse dtype a skip that was dropped may be within the rounding of large weights, so that the outputs do not
+    show it. A row of the skip that was dropped may not show in a norm over all rows if the others are larger.
     """
     half, down, up = abs(float(block.phi.odd or 0)) / 2, block.down.detach().double(), block.up.detach().double()
     outputs = half * (down.square() @ up.square().sum(1)).sqrt()
     inputs = half * (down.square().sum(0) @ up.square()).sqrt()
-    if "post" in block.norms:  # a LayerNorm takes the mean of all outputs from each
+    if "post" in block.norms:  # a LayerNorm subtracts the mean of all outputs from each
         outputs = torch.hypot(outputs, outputs.norm() / len(outputs))
     for dim, units in ((1, outputs), (0, inputs)):
         share = skip.norm(dim=dim)
@@ -258,7 +262,7 @@ def gap_is_negligible(block: Block, left: Tensor, skip: Tensor, tolerance: float
 
 
 def _keeps_directions(left: Tensor, skip: Tensor) -> bool:
-    """Whether the gap is a small share of the skip along every direction of its inputs and outputs, not axes alone."""
+    """Whether the gap is a small share of the skip along every direction of its inputs and outputs."""
     diagonal = skip.diagonal()
     if len(skip) == skip.shape[1] and torch.count_nonzero(skip) == torch.count_nonzero(diagonal):
         inverse = torch.where(diagonal != 0, 1 / diagonal, 0.0)
@@ -272,7 +276,7 @@ def _keeps_directions(left: Tensor, skip: Tensor) -> bool:
 
 
 def _largest(matrix: Tensor) -> float:
-    """The largest singular value, by power iteration; the Frobenius norm where that is small enough."""
+    """The largest singular value, by power iteration; the Frobenius norm if that is small enough."""
     bound = float(matrix.norm())
     if bound <= 4 * MAX_SHARE:
         return bound

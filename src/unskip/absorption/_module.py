@@ -1,9 +1,9 @@
-"""An MLP that is trained with a skip and runs without one, exactly.
+"""An MLP that is trained with a skip and computes the same function without one.
 
-It trains x + W_down phi(W_up x + b) with `hidden - dim` units. `absorbed()` spends the other `dim` units on mirrored
-rows, which carry the skip: the same function at width `hidden`, with no constraint on training. (Splitting needs `dim`
-independent rows, which training does not take away in practice; it is checked.) Splits lose digits that bfloat16 and
-float16 do not have. With `pairs` 2 `dim` units are spent on pairs of their own, phi(x_i) - phi(-x_i), which lose none.
+It trains x + W_down phi(W_up x + b) with `hidden - dim` units. `absorbed()` uses the other `dim` units for mirrored
+rows, which represent the skip: the same function at width `hidden`, without a constraint on training. (Splits need
+`dim` independent rows. Training keeps them independent in practice, and this is checked.) Splits lose more digits than
+bfloat16 and float16 have. With `pairs`, 2 `dim` units are used for the pairs phi(x_i) - phi(-x_i), which lose none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Activation(nn.Module):
 
 
 class AbsorbableMLP(nn.Module):
-    """x + MLP(x) in training; `absorbed()` is a plain MLP of `hidden` units that is equal to it."""
+    """x + MLP(x) in training; `absorbed()` returns an equal plain MLP of `hidden` units."""
 
     def __init__(self, dim: int, hidden: int, activation: str = "gelu", bias: bool = True, pairs: bool = False) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class AbsorbableMLP(nn.Module):
 
 
 def plain(block: Block) -> nn.Sequential:
-    """A block without skip, gate and norms as modules."""
+    """Converts a block without skip, gate and norms to modules."""
     biased = block.up_bias is not None
     up = nn.Linear(block.inputs, block.width, bias=biased, dtype=block.up.dtype, device=block.up.device)
     constant = block.down_bias is not None

@@ -1,8 +1,9 @@
-"""Weights close by that can be absorbed.
+"""Nearby weights whose skip can be absorbed.
 
-For a flip set S the change of W_down alone is closed form, -(A / c + V_S U_S) U_S^+. To move both weights each step
-solves Lambda U^T U + V V^T Lambda = R and takes V += Lambda U^T, U += V^T Lambda. S comes from the search for flips:
-the entries above 1/2 of least squares in the box 0 <= t <= 1, which is the flip set itself where there is one.
+For a flip set S with V = W_down[:, S] and U = W_up[S, :], the smallest change of W_down alone is -(A / c + V U) U^+. To
+change both weights, each step solves Lambda U^T U + V V^T Lambda = R with R = -A / c - V U, and adds Lambda U^T to V
+and V^T Lambda to U. S comes from the search for flips: the entries above 1/2 of the least-squares solution in the box
+0 <= t <= 1, which is the flip set itself if there is one.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from unskip.absorption._problem import Problem, problem_of
 from unskip.absorption._search import full_equation
 from unskip.absorption._verdict import Verdict
 
-STEPS = 40  # of both weights
-Again = Callable[[Block, Verdict], Verdict]  # the same question about other weights
+STEPS = 40  # steps that change both weights
+Again = Callable[[Block, Verdict], Verdict]  # decides the same question for other weights
 
 
 @dataclass(frozen=True, eq=False)
 class Nearest:
-    """An absorbable block close by. `change` is |new weights - old| / |old| over both weights (Frobenius)."""
+    """A nearby block that can absorb its skip. `change` is |new weights - old| / |old| of both weights (Frobenius)."""
 
     block: Block
     change: float
@@ -35,7 +36,7 @@ class Nearest:
 
 
 def candidate_flip_sets(problem: Problem) -> list[Tensor]:
-    """(h,) sets of units that come near to the skip: what the search rounds to, those against the skip, and all."""
+    """(h,) candidates for flips: the rounded solution of the search, all units, and those that point against the skip."""
     keys = separate_keys(problem)
     near = full_equation(keys.joint, keys.rows, keys.goal).box_least_squares(coarse=keys.count > 512) > 0.5
     found = [near, torch.ones_like(near)]
@@ -45,7 +46,10 @@ def candidate_flip_sets(problem: Problem) -> list[Tensor]:
 
 
 def least_change(block: Block, problem: Problem) -> tuple[Block, Tensor, float] | None:
-    """The block with the least change that was found to make one of the flip sets add up to the skip."""
+    """The least change of weights that was found to make a flip set absorb the skip.
+
+    Returns the changed block, the flips and the relative change, or None.
+    """
     goal = -block.matrix / problem.odd
     up, down = block.up.detach().double(), block.down.detach().double()
     best: tuple[float, Tensor, Tensor, Tensor] | None = None
@@ -67,7 +71,7 @@ def least_change(block: Block, problem: Problem) -> tuple[Block, Tensor, float] 
 
 
 def _moved(up: Tensor, down: Tensor, goal: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The rows and columns moved so that they add up to the goal, or None where these rows cannot."""
+    """Changes the rows and columns until down @ up is the goal. Returns None if the rows do not allow that."""
     size = float(goal.norm())
     if len(up):
         for _ in range(STEPS):
@@ -82,7 +86,7 @@ def _moved(up: Tensor, down: Tensor, goal: Tensor) -> tuple[Tensor, Tensor] | No
 
 
 def _sylvester(a: Tensor, b: Tensor, right: Tensor) -> Tensor:
-    """X with a X + X b = right, for symmetric a and b that are not negative."""
+    """Solves a X + X b = right for symmetric positive semidefinite a and b."""
     (one, left), (two, other) = torch.linalg.eigh(a), torch.linalg.eigh(b)
     sums = one[:, None] + two
     floor = 1e-14 * float(sums.abs().max()) + 1e-300
@@ -91,7 +95,7 @@ def _sylvester(a: Tensor, b: Tensor, right: Tensor) -> Tensor:
 
 
 def unsupported_reason(block: Block, width: int) -> str | None:
-    """Why no weights close by are looked for: flip sets have to be what decides."""
+    """The reason why nearby weights are not searched for, or None. The verdict has to depend on flip sets."""
     if block.gated or block.phi.family != "odd-linear" or {"pre", "out"} & block.norms.keys():
         return "takes a plain MLP of an activation such as relu or gelu, without a norm on the branch"
     if block.extreme:
@@ -100,7 +104,7 @@ def unsupported_reason(block: Block, width: int) -> str | None:
 
 
 def absorb_within(verdict: Verdict, tolerance: float, again: Again) -> Verdict | None:
-    """A `possible` with weights that are moved by at most the tolerance, or None."""
+    """A `possible` verdict for weights that are changed by at most the tolerance, or None."""
     block = verdict.block
     near = least_change(block, problem_of(block, verdict.width, verdict.biases, verdict.inputs))
     if near is None or near[2] > tolerance:

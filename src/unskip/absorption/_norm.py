@@ -1,4 +1,4 @@
-"""The norms of a block, as weights, and the check of a weight."""
+"""The weights of the norms of a block, and the check of a weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Place = Literal["pre", "post", "out"]
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """LayerNorm or RMSNorm; the gain that acts is `gain`, 1 where it is None."""
+    """LayerNorm or RMSNorm. `gain` is the effective gain; None means 1."""
 
     kind: NormKind = "layernorm"
     place: Place = "pre"
@@ -49,7 +49,7 @@ class Norm:
 
 
 def norm_of(part: Norm | NormParts) -> Norm:
-    """A norm, also as `unskip.parts` shows it, with the offset of its gain put in."""
+    """Returns a Norm as it is; converts the NormParts of `unskip.parts`, with the offset added to the gain."""
     if isinstance(part, Norm):
         return part
     if not isinstance(part, NormParts):

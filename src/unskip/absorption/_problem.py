@@ -1,11 +1,12 @@
-"""The question that is left once the norms are taken care of: a plain block on all inputs or on a domain.
+"""Reduces a block to a problem without norms, on all inputs or on a domain.
 
-A norm after the sum sees its input only up to a shift (LayerNorm, eps > 0) or exactly (RMSNorm, eps > 0), so
+The output of a LayerNorm after the sum (eps > 0) determines its input up to a shift, so
 
     LN(F(x)) = LN(G(x))  for all x    <=>    P F(x) = P G(x),  P = I - 1 1^T / d.
 
-What cannot be carried over is said as a caveat: with it an `impossible` of the reduced question says nothing about the
-block. The search and the check of a certificate each build their own `Problem`.
+The output of an RMSNorm (eps > 0) determines its input. If a norm does neither, `caveat` says why: then the block may
+be `possible` although the reduced problem is `impossible`. The search and the check of a certificate each build their
+own `Problem`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from unskip.absorption._block import Block
 from unskip.absorption._domain import Domain
 
 EPS = 2.0**-53
-MAX_SHARE = 0.05  # of the skip, that a replacement may leave over at most
+MAX_SHARE = 0.05  # the largest share of the skip that a replacement may miss
 Biases = Literal["as-is", "allowed", "none"]
 
 
@@ -32,9 +33,9 @@ class Problem:
 
     block: Block
     width: int  # of the replacement
-    hidden_bias: bool  # whether the replacement may have them
-    output_bias: bool  # or would not need one anyway
-    no_output_bias: bool  # it may not have one
+    hidden_bias: bool  # whether the replacement may have hidden biases
+    output_bias: bool  # whether it may have output biases, or needs none
+    no_output_bias: bool  # whether it may not have output biases
     skip: Tensor
     up: Tensor
     bias: Tensor
@@ -42,7 +43,7 @@ class Problem:
     const: Tensor
     domain: Domain | None
     caveat: str | None
-    # Norms before the quotient, which rounding is relative to: what it takes away may have been most of it.
+    # Norms before the projection P. Rounding is relative to them, because P may remove most of the weights.
     raw_skip_norm: float
     raw_down_norms: Tensor  # (h,)
 
@@ -53,27 +54,27 @@ class Problem:
 
     @property
     def affine_possible(self) -> bool:
-        """Whether units can be affine on the domain: their hinge misses it, and one alone gives any rank-one."""
+        """Whether units can be affine on the domain. One such unit represents any rank-one map."""
         return self.domain is not None and self.block.phi.homogeneous
 
     @property
     def affine_allowed(self) -> bool:
-        """Whether the replacement may have units that are affine on the domain: they need their biases."""
+        """Whether the replacement may have units that are affine on the domain, which need biases."""
         return self.affine_possible and self.hidden_bias and not self.no_output_bias
 
     @property
     def target(self) -> Tensor:
-        """The skip; without output biases with the constant as one more column, in its unit."""
+        """The skip; without output biases, with the scaled constant as one more column."""
         return self.skip if self.output_bias else torch.cat([self.skip, self.constant_scale * self.const[:, None]], 1)
 
     @property
     def rows(self) -> Tensor:
-        """The rows of the hidden layer, with the bias as one more column where the constant counts."""
+        """The rows of the hidden layer; without output biases, with the scaled bias as one more column."""
         return self.up if self.output_bias else torch.cat([self.up, self.constant_scale * self.bias[:, None]], 1)
 
     @cached_property
     def constant_scale(self) -> float:
-        """The power of two that makes constants weigh as much as the linear maps: tiny ones count at tiny inputs."""
+        """The power of two that scales constants to the size of the linear maps: tiny ones matter on tiny inputs."""
         linear = math.hypot(self.raw_skip_norm, float((self.raw_down_norms * self.row_norms).norm()))
         constant = math.hypot(float(self.const.norm()), float((self.raw_down_norms * self.bias).norm()))
         return 2.0 ** round(math.log2(linear / constant)) if linear and constant else 1.0
@@ -96,14 +97,14 @@ class Problem:
 
     @cached_property
     def rank_one_norms(self) -> Tensor:
-        """(h,) the sizes of the rank-ones, before the quotient."""
+        """(h,) the norms of the rank-one terms, before the projection P."""
         return self.raw_down_norms * (
             self.row_norms if self.output_bias else torch.hypot(self.row_norms, self.constant_scale * self.bias)
         )
 
     @cached_property
     def rounding_scale(self) -> float:
-        """What rounding of the linear map is relative to: the sizes of the skip and of all units together."""
+        """The size that rounding of the linear map is relative to: the norm of the skip and all units together."""
         size = (
             self.raw_skip_norm
             if self.output_bias
@@ -112,7 +113,7 @@ class Problem:
         return math.hypot(abs(self.odd) * float(self.rank_one_norms.norm()), size)
 
     def rounding_tolerance(self, roundoff: float, bulk: float | None = None) -> float:
-        """How far from the skip counts as rounding of weights with this roundoff: never more than a small share."""
+        """The largest distance from the skip that counts as rounding of weights, at most a small share of the skip."""
         most = min(
             4 * roundoff * (self.rounding_scale if bulk is None else bulk),
             min(MAX_SHARE, math.sqrt(roundoff)) * self.skip_norm,
@@ -121,22 +122,22 @@ class Problem:
 
     @cached_property
     def tolerance(self) -> float:
-        """What an obstruction has to exceed. It depends on the numbers that the weights are, not on their dtype."""
+        """The distance that an obstruction has to exceed. It depends on the values of the weights, not on the dtype."""
         return self.rounding_tolerance(self.block.grain)
 
     def max_parallel_rows(self) -> int:
-        """The most rows that share a direction."""
+        """The largest number of parallel rows."""
         unit = self.up[self.row_norms > 0] / self.row_norms[self.row_norms > 0, None]
         counts = [int(((part @ unit.mT).abs() > 1 - 1e-6).sum(1).max()) for part in unit.split(1024) if len(part)]
         return max(counts, default=0)
 
     def with_output_bias(self) -> Problem:
-        """The same with output biases allowed: what is impossible then is impossible without them too."""
+        """The same problem with output biases allowed. If this is impossible, so is the problem without them."""
         return self if self.output_bias else replace(self, output_bias=True)
 
 
 def singular_values(matrix: Tensor) -> list[float]:
-    """Of a matrix of any shape, the largest first. LAPACK takes several times as long for wide as for tall ones."""
+    """The singular values, largest first. LAPACK takes several times as long for wide as for tall matrices."""
     values: list[float] = torch.linalg.svdvals(matrix if len(matrix) >= matrix.shape[1] else matrix.mT).tolist()
     return values
 
@@ -149,7 +150,7 @@ def allowed_biases(block: Block, biases: Biases) -> tuple[bool, bool]:
 
 
 def problem_of(block: Block, width: int, biases: Biases, domain: Domain | None = None) -> Problem:
-    """The problem behind a block that has no norm, or one after the sum."""
+    """Reduces a block to a Problem. Of its norms only one after the sum is taken into account."""
     up, down, skip = block.up.detach().double(), block.down.detach().double(), block.matrix
     hidden_bias, output_bias = allowed_biases(block, biases)
     bias = up.new_zeros(len(up)) if block.up_bias is None else block.up_bias.detach().to(up)
@@ -167,10 +168,10 @@ def problem_of(block: Block, width: int, biases: Biases, domain: Domain | None =
         if norm.kind == "layernorm":
             skip, down, const = (value - value.mean(0, keepdim=True) for value in (skip, down, const))
             rounding = 64 * len(down) * EPS
-            down[:, down.norm(dim=0) <= rounding * raw_down_norms] = 0  # a column of ones is hidden
+            down[:, down.norm(dim=0) <= rounding * raw_down_norms] = 0  # the norm removes columns of equal entries
             if float(skip.norm()) <= rounding * raw_skip_norm:
                 skip = torch.zeros_like(skip)
-    # Without any bias there is no constant to make up, unless a unit that sees nothing gives one.
+    # Without biases there is no constant to reproduce, unless a unit with a zero row adds one.
     still = bool(bias.any()) or bool(const.any()) or (block.phi.at_zero != 0 and not bool(up.any(dim=1).all()))
     return Problem(
         block=block,

@@ -1,9 +1,9 @@
-"""The activation of a traced MLP, read from the operators that compute it and checked on values.
+"""Reads the activation of a traced MLP from the operators that compute it, and checks it on values.
 
-Values alone cannot tell Hardtanh(0, 1e7) from ReLU, nor silu(x) from silu(x) plus a narrow bump between two points. An
-operator alone cannot tell relu(x) from relu(x + 0.01). So a name needs both: its values on points from 1e-6 to 1e6 of
-both signs, and operators that are one of the ways to write it (`x * sigmoid(1.702 * x)`). Beside those only polynomials
-may stand: one that is zero on every point has too many terms to be written down.
+Values alone do not distinguish Hardtanh(0, 1e7) from ReLU, nor silu(x) from silu(x) plus a narrow bump between two
+points. Operators alone do not distinguish relu(x) from relu(x + 0.01). So both have to match: the values at points from
+1e-6 to 1e6 of both signs, and the operators of one known formula (`x * sigmoid(1.702 * x)`). All other operators have
+to be polynomial: one that is zero at every point would need more than MAX_POLYNOMIAL operators.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from unskip.absorption._activations import resolve
 from unskip.anatomy import GRID, Curve
 
 ADVICE = "; register it with absorption.register and pass an absorption.Block"
-Arguments = Sequence[object]  # of the operator, its input left out; a weight as a tensor
+Arguments = Sequence[object]  # of an operator, without its input; a weight is a tensor
 
 
 class Unreadable(Exception):
-    """Why the activation is none that is known."""
+    """The activation is not a known one; the message says why."""
 
 
 def _plain(word: str) -> Callable[[Arguments], str]:
@@ -102,8 +102,8 @@ OPERATORS: dict[str, Callable[[Arguments], str]] = {
 }
 IGNORED = {"native_dropout", "dropout"}
 POLYNOMIAL = {"add", "sub", "rsub", "mul", "neg", "square"}
-MAX_POLYNOMIAL = 12  # operators of a polynomial
-# Other ways to write an activation: the operators that are no polynomial, each once.
+MAX_POLYNOMIAL = 12  # the largest number of operators in a polynomial
+# Other formulas for an activation: its operators that are not polynomial, each once.
 FORMULAS: dict[str, tuple[str, ...]] = {
     "identity": ("",),
     "square": ("",),
@@ -146,7 +146,7 @@ def read_activation(curve: Curve) -> str:
 
 
 def _polynomial(name: str, given: Arguments) -> bool:
-    """Whether an operator makes polynomials of polynomials. A divisor or exponent that is no number may be an input."""
+    """Whether an operator maps polynomials to polynomials. A divisor or exponent has to be a number for that."""
     if name == "div":
         return isinstance(given[0], int | float)
     if name == "pow":

@@ -1,9 +1,9 @@
-"""A whole model: one verdict for every MLP site.
+"""Scans a whole model: one verdict for every MLP site.
 
-Beside the verdict of a site with norms stands that of its MLP alone, y + MLP(y) with the norms set aside: the question
-of "Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). For ReLU-like units it is asked again about the
-inputs that the MLP really gets: those of the data, or all that the norm before it can give. With data also the best
-replacement of the same width on what the site reads.
+A site with norms gets a second verdict for its MLP alone, y + MLP(y) without the norms, which is the case of "Can an
+MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). If its activation has a kink it gets a third one, for the MLP
+alone on its actual inputs: those of the data, or all possible outputs of the norm before it. With data, the best
+replacement of the same width is fitted to the inputs of each site as well.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ WIDEN = """  absorption.apply(mode="widen")       exact with more units, at site
 
 @dataclass(frozen=True, eq=False)
 class ScanRow:
-    """One MLP site. `verdict` is None where its branch is no plain MLP, and `reason` says why."""
+    """One MLP site. `verdict` is None if its branch is not a plain MLP; `reason` then says why."""
 
     site: Site
     verdict: Verdict | None
-    bare: Verdict | None  # the MLP alone, where the site has norms
-    local: Verdict | None  # the MLP alone on the inputs that it gets, for units with a kink
+    bare: Verdict | None  # the MLP alone, if the site has norms
+    local: Verdict | None  # the MLP alone on its actual inputs, if its activation has a kink
     approximation: Approximation | None
     reason: str
-    note: str = ""  # why there is no approximation, where data were given
+    note: str = ""  # why there is no approximation, if data were given
 
     @property
     def status(self) -> str:
@@ -78,7 +78,7 @@ class ScanRow:
         }
 
     def cells(self) -> list[object]:
-        """A line of the table."""
+        """The cells of this row of the table."""
         line: list[object] = [self.site.index, self.site.path or "(model)"]
         verdict = self.verdict
         if verdict is None:
@@ -118,7 +118,7 @@ class Scan(Sequence[ScanRow]):
         return {status: found.count(status) for status in ("possible", "impossible", "undecided", "unknown")}
 
     def verify(self) -> bool:
-        """Checks every verdict again, those of the MLPs alone included."""
+        """Checks every verdict again, including those of the MLPs alone."""
         return all(verdict.verify() for row in self.rows for verdict in row.verdicts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def scan(
     biases: Biases = "as-is",
     progress: Progress | None = None,
 ) -> Scan:
-    """A verdict for every MLP site. With `data`, a batch, also the best approximation on what each site reads."""
+    """Decides every MLP site. With `data`, a batch, it also fits the best approximation to the inputs of each site."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"scan: expected a torch.nn.Module, got {type(model).__name__}")
     given = example_for(model, one_batch("scan", example, data))
@@ -197,7 +197,7 @@ def _row(site: Site, block: Block, read: Tensor | None, biases: Biases, asked: b
 
 
 def _local(block: Block, read: Tensor | None, biases: Biases) -> Verdict | None:
-    """The MLP alone on the inputs that it gets: those of the data, or what the norm before it can give."""
+    """The verdict for the MLP alone on its inputs: those of the data, or all outputs of the norm before it."""
     norm = block.norms.get("pre")
     if norm is not None and norm.kind == "other":
         return None

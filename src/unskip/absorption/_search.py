@@ -1,13 +1,13 @@
-"""The flip equation, the bound that a matrix Y proves about it, and the search for a flip set or such a Y.
+"""The flip equation, the lower bound that a matrix Y gives, and the search for a flip set or such a Y.
 
     sum_k t_k J_k u_k^T = B,   t in {0, 1}^m
 
-For any matrix Y let g_k = J_k^T Y u_k. Over all t in [0, 1]^m the left side stays at least
+For any matrix Y let g_k = J_k^T Y u_k. For all t in [0, 1]^m the distance of the left side from B is at least
 
     LB(Y) = max( <Y, B> - sum_k max(g_k, 0),  sum_k min(g_k, 0) - <Y, B> ) / |Y|_F
 
-away from B, so one Y with LB(Y) > 0 rules all flip sets out. The residual of least squares over t is the natural Y, in
-the box 0 <= t <= 1 the best of all; a Y on few rows and columns does as well, so that a sketch may be solved instead.
+so one Y with LB(Y) > 0 rules out all flip sets. The residual of least squares over t is a natural Y, and with t in the
+box 0 <= t <= 1 it is the best one. A Y on a few rows and columns is enough, so a smaller problem may be solved instead.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from unskip.absorption._problem import EPS
 
-MAX_DENSE = 3_000_000  # entries of the matrix of rank-ones that is still written out
-Accept = Callable[[Tensor], bool]  # whether flipping these keys is good enough
-CHUNK_UNITS = 2048  # whose terms are held at a time
-MAX_FREE = 1500  # unknowns inside the box that are still solved for
+MAX_DENSE = 3_000_000  # the largest number of entries of the matrix of rank-one terms to write out
+Accept = Callable[[Tensor], bool]  # whether flipping these keys is accurate enough
+CHUNK_UNITS = 2048  # units whose terms are in memory at a time
+MAX_FREE = 1500  # the largest number of unknowns inside the box to solve for
 
 
 @dataclass(frozen=True, eq=False)
 class Dual:
-    """A matrix Y on some rows and columns that keeps every t away; a vector is its diagonal."""
+    """A matrix Y on some rows and columns that rules out all flip sets; a vector is a diagonal matrix."""
 
     matrix: Tensor
     rows: Tensor
@@ -39,13 +39,13 @@ class Dual:
 
 @dataclass(frozen=True, eq=False)
 class Equation:
-    """sum_k t_k J_k u_k^T = B on some rows and columns of the whole one, and how near is near enough."""
+    """sum_k t_k J_k u_k^T = B on some rows and columns of the whole equation, and the tolerance of a solution."""
 
     joint: Tensor  # (o, m)
     rows: Tensor  # (m, n)
     goal: Tensor  # (o, n)
-    row_index: Tensor  # (o,) the rows of the whole
-    column_index: Tensor  # (n,) and the columns
+    row_index: Tensor  # (o,) its rows in the whole equation
+    column_index: Tensor  # (n,) its columns in the whole equation
     tolerance: float
 
     def part(self, at: Tensor, by: Tensor) -> Equation:
@@ -60,7 +60,7 @@ class Equation:
         return above, beside
 
     def bound(self, matrix: Tensor) -> float:
-        """LB(Y), less what rounding could have added to it. A vector Y is a diagonal."""
+        """LB(Y) minus a bound on its rounding. A vector Y is a diagonal matrix."""
         parts, size, large = [], self.goal.new_zeros(()), matrix.abs()
         for start in range(0, len(self.rows), CHUNK_UNITS):  # in parts, to keep memory low
             joint, rows = self.joint[:, start : start + CHUNK_UNITS], self.rows[start : start + CHUNK_UNITS]
@@ -79,7 +79,7 @@ class Equation:
         return (gap - slack) / norm if gap > 0 and norm else -math.inf
 
     def dual(self, matrix: Tensor) -> Dual | None:
-        """This Y, if it keeps every t away."""
+        """The dual with this Y, if LB(Y) exceeds the tolerance."""
         bound = self.bound(matrix)
         return (
             Dual(matrix / float(matrix.norm()), self.row_index, self.column_index, bound)
@@ -88,7 +88,7 @@ class Equation:
         )
 
     def box_least_squares(self, coarse: bool = False) -> Tensor:
-        """(m,) the t in [0, 1]^m that comes near to the least distance; where it may be rough, in float32."""
+        """(m,) a t in [0, 1]^m with almost the least distance; `coarse` takes fewer steps, in float32."""
         dtype = torch.float32 if coarse else torch.float64
         joint, rows, goal = (value.to(dtype) for value in (self.joint, self.rows, self.goal))
         gram = joint.mT @ joint
@@ -98,16 +98,16 @@ class Equation:
 
 
 def minimise_in_box(gram: Tensor, slope: Tensor, steps: int) -> Tensor:
-    """The t in [0, 1]^m near the least of t^T G t / 2 - s^T t.
+    """Approximately minimises t^T G t / 2 - s^T t over [0, 1]^m.
 
-    Accelerated projected steps that start anew where the momentum points uphill (arXiv 1204.3982), then the entries
-    inside the box are solved for with the others held at their ends.
+    Accelerated projected gradient steps, with a restart when the momentum points uphill (arXiv 1204.3982). Then the
+    entries inside the box are solved for, with the others fixed at 0 or 1.
     """
     size = gram.diagonal().clamp(min=0).sqrt()
     size = torch.where(size > 0, size, 1.0)
     gram, slope = gram / (size * size[:, None]), slope / size  # t times size is in [0, size]
     x = torch.ones_like(slope)
-    for _ in range(12):  # the greatest eigenvalue, from below
+    for _ in range(12):  # a lower estimate of the largest eigenvalue
         x = gram @ (x / x.norm().clamp(min=1e-300))
     rate = 1 / max(1.05 * float(x.norm()), 1e-300)
     t = ahead = size / 2
@@ -144,7 +144,7 @@ def full_equation(joint: Tensor, rows: Tensor, goal: Tensor, tolerance: float = 
 
 
 def search(whole: Equation, accept: Accept) -> Dual | None:
-    """Offers flip sets to `accept` until it takes one; otherwise a Y that keeps every t away, if one is found."""
+    """Passes flip sets to `accept` until it accepts one. Otherwise returns a dual, if one is found."""
     goal, m = whole.goal, len(whole.rows)
     if accept(torch.zeros(m, dtype=torch.bool, device=goal.device)) or float(goal.norm()) == 0:
         return None
@@ -153,14 +153,14 @@ def search(whole: Equation, accept: Accept) -> Dual | None:
     if not large:
         dual = whole.dual(goal)
     elif goal.shape[0] == goal.shape[1] and not bool((goal - torch.diag(goal.diagonal())).any()):
-        dual = whole.dual(goal.diagonal())  # for A = I the trace
+        dual = whole.dual(goal.diagonal())  # for A = I it compares traces
     if dual is not None or not m:
         return dual
     return (_sketched if large else _dense)(whole, accept)
 
 
 def _dense(whole: Equation, accept: Accept) -> Dual | None:
-    """With all rank-ones written out: least squares by SVD, then in the box 0 <= t <= 1."""
+    """Searches with all rank-one terms written out: least squares by SVD, then in the box 0 <= t <= 1."""
     goal = whole.goal
     matrix = (whole.joint.mT[:, :, None] * whole.rows[:, None, :]).flatten(1).mT  # (o n, m)
     scale = matrix.norm(dim=0)
@@ -170,7 +170,7 @@ def _dense(whole: Equation, accept: Accept) -> Dual | None:
     left = left[:, keep]
     solution = (right[keep].mT / values[keep]) @ (left.mT @ goal.flatten()) / scale
     residual = goal.flatten() - matrix @ solution
-    residual = residual - left @ (left.mT @ residual)  # once more, because a small residual is mostly rounding
+    residual = residual - left @ (left.mT @ residual)  # twice, because a small residual is mostly rounding
     dual = whole.dual(residual.reshape(goal.shape))
     if dual is not None or accept(solution > 0.5):
         return dual
@@ -182,7 +182,7 @@ def _dense(whole: Equation, accept: Accept) -> Dual | None:
 
 
 def _sketched(whole: Equation, accept: Accept) -> Dual | None:
-    """On random rows and columns first, then on all of them."""
+    """Searches on random rows and columns first, then on all of them."""
     goal, m = whole.goal, len(whole.rows)
     generator = torch.Generator().manual_seed(0)
     for factor, steps in ((2, 60), (4, 200)):
@@ -196,16 +196,17 @@ def _sketched(whole: Equation, accept: Accept) -> Dual | None:
 
 
 def _corner(goal: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random columns, and the rows where the goal is large in them: for A = I the same ones."""
+    """Random columns, and the rows in which the goal has the largest entries there: the same indices for A = I."""
     by = torch.randperm(goal.shape[1], generator=generator)[:size].sort().values.to(goal.device)
     heavy = goal[:, by].abs().amax(1)
     return heavy.argsort(descending=True, stable=True)[:size].sort().values, by
 
 
 def _conjugate(equation: Equation, accept: Accept, steps: int) -> tuple[Dual | None, bool]:
-    """Least squares by conjugate gradients, with a look at the residual every few steps: a Y, or a set was taken.
+    """Least squares by conjugate gradients. Returns a dual, if one is found, and whether a flip set was accepted.
 
-    Channels and units are scaled to equal norms: outlier channels would make for many more steps.
+    Every few steps the residual is tried as Y, and the rounded t as a flip set. Channels and units are scaled to equal
+    norms, because outlier channels would need many more steps.
     """
     joint, rows, goal = equation.joint, equation.rows, equation.goal
     above, beside = equation.channel_norms

@@ -1,4 +1,4 @@
-"""What `absorb` returns: a status, the sentence that explains it, and the data that anyone can re-check."""
+"""The result of `absorb`: a status, a sentence that explains it, and a certificate that anyone can re-check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Status = Literal["possible", "impossible", "undecided"]
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """Why a verdict holds, as data. What `data` contains depends on `kind`; docs/absorption-map.md lists it."""
+    """The data that prove a verdict. Their content depends on `kind`; docs/absorption-map.md lists it."""
 
     kind: str
     data: Mapping[str, Any]
@@ -31,7 +31,7 @@ class Certificate:
 
 @dataclass(frozen=True, eq=False)
 class Obstruction:
-    """One thing that stands in the way, with its own certificate."""
+    """One reason why a skip cannot be absorbed, with its own certificate."""
 
     sentence: str
     certificate: Certificate
@@ -43,27 +43,27 @@ class Obstruction:
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """Whether a block can do without its skip. `str()` is the whole of it in a few lines."""
+    """Whether a block can absorb its skip. `str()` gives a summary of a few lines."""
 
     status: Status
     reason: str
     block: Block
-    width: int  # of the replacement that was asked about
+    width: int  # of the replacement
     biases: Biases
-    domain: str  # the inputs for which it is said
+    domain: str  # the inputs for which the verdict holds
     certificate: Certificate | None = None
     obstructions: tuple[Obstruction, ...] = ()
     error: float | None = None  # possible: |F - G| as a linear map, relative to the skip (Frobenius norm);
-    #                             with moved weights the measured error of the output, relative to the output
-    flips: Tensor | None = None  # possible: the units whose rows are turned around, where that is all it takes
+    #                             with changed weights the measured error of the output, relative to the output
+    flips: Tensor | None = None  # possible: the units whose rows are negated, if flips alone are enough
     skip_norm: float | None = None  # the skip's own Frobenius norm, to compare flip_bound with
-    extra_width: int | None = None  # units more that are enough for an exact replacement; None: none is known, or never
-    measured: Mapping[str, float] = field(default_factory=dict)  # output errors that were measured
+    extra_width: int | None = None  # additional units that are enough; None: no number is known, or none is enough
+    measured: Mapping[str, float] = field(default_factory=dict)  # measured output errors
     notes: tuple[str, ...] = ()
     weights: Block | None = None  # possible: the replacement
-    inputs: Domain | None = None  # the domain that was asked for; None: all inputs
-    tolerance: float | None = None  # possible only with weights that were moved this far at most, relative to them
-    change: float | None = None  # and how far they were moved
+    inputs: Domain | None = None  # the domain as given; None: all inputs
+    tolerance: float | None = None  # possible with weights that are changed by at most this (relative)
+    change: float | None = None  # and by how much they are changed
 
     def replacement(self) -> Block:
         """The block without its skip: the same function within `error`, with the same norms."""
@@ -76,7 +76,7 @@ class Verdict:
 
     @cached_property
     def flip_bound(self) -> float | None:
-        """No flip set comes closer to the skip than this (Frobenius norm). Computed when it is asked for."""
+        """A lower bound on the distance of every flip set from the skip (Frobenius norm). Computed on first access."""
         from unskip.absorption._flips import flip_bound
 
         for each in self.obstructions:
@@ -86,13 +86,13 @@ class Verdict:
         return None
 
     def verify(self) -> bool:
-        """Checks the verdict again from the weights and the certificates alone. An undecided one claims nothing."""
+        """Checks the verdict again from the weights and the certificates alone. An undecided verdict claims nothing."""
         from unskip.absorption._verify import verify
 
         return verify(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold of it; the weights are left out."""
+        """Plain data for JSON, without the weights."""
         same = "status reason width biases domain error flip_bound skip_norm extra_width tolerance change".split()
         return {
             **{name: getattr(self, name) for name in same},

@@ -1,8 +1,8 @@
-"""Checks a verdict from the block's weights and the certificates alone, with nothing of the search.
+"""Checks a verdict from the block's weights and the certificates alone, independently of the search.
 
-One function a kind of obstruction. Everything is computed in float64 with a bound on its rounding. What the activation
-is known to be (bounded, class O, ...) is read from the table of activations, because it is proved and not computed. The
-problem is reduced anew, and units are grouped by `_check_keys`, not by the search.
+There is one function for each kind of obstruction. Everything is computed in float64 with a bound on the rounding. The
+properties of the activation (bounded, class O, ...) come from the table of activations, because they are proved and not
+computed. The problem is reduced again, and units are grouped by `_check_keys`, not by the search.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from unskip.absorption._measure import compare_outputs, gap_is_negligible, linea
 from unskip.absorption._problem import EPS, Problem, problem_of, singular_values
 from unskip.absorption._verdict import Certificate, Verdict
 
-SEED = 20260426  # of inputs that the search has not seen
+SEED = 20260426  # of inputs that the search does not use
 Data = Mapping[str, Any]
 
 
 def verify(verdict: Verdict) -> bool:
-    """Whether the verdict holds. All obstructions that it lists have to."""
+    """Whether the verdict and all obstructions that it lists hold."""
     listed = [each.certificate for each in verdict.obstructions]
     if verdict.status == "undecided":
         return verdict.weights is None and all(valid_certificates(verdict, listed))
@@ -41,7 +41,7 @@ def valid_certificates(verdict: Verdict, certificates: Sequence[Certificate]) ->
 
 
 def _replaces(verdict: Verdict) -> bool:
-    """Compares block and replacement on new inputs of several sizes, and looks at what the replacement is."""
+    """Compares block and replacement on new inputs of several sizes, and checks the form of the replacement."""
     block, other = verdict.block, verdict.weights
     if other is None or other.width != verdict.width or isinstance(other.skip, Tensor) or other.skip != 0:
         return False
@@ -80,7 +80,7 @@ def _spares(problem: Problem, found: Groups) -> int:
 
 
 def _dual(problem: Problem, data: Data) -> bool:
-    """No t in [0, 1]^m comes closer to the skip than rounding: <Y, B> exceeds all that the g_k add up to."""
+    """Every t in [0, 1]^m misses the skip by more than rounding: <Y, B> is outside the range of sum_k t_k g_k."""
     y, line, column = (data[name].to(problem.up.device) for name in ("matrix", "rows", "columns"))
     y = y.double()
     found = group_units(problem) if _flips_apply(problem) else None
@@ -98,7 +98,7 @@ def _dual(problem: Problem, data: Data) -> bool:
             parts.append((joint[:, units] * (y @ rows[units].mT)).sum(0))
     g = torch.cat(parts) if parts else y.new_zeros(0)
     inner, norm = float((y * (goal.diagonal() if y.ndim == 1 else goal)).sum()), float(y.norm())
-    # |g_k| is at most |Y|_F |J_k| |u_k|, and so is what its terms add up to.
+    # |g_k| is at most |Y|_F |J_k| |u_k|, and so is the sum of the sizes of its terms.
     bulk = float(problem.rank_one_norms.sum()) + (
         problem.raw_skip_norm + problem.constant_scale * float(problem.const.norm())
     ) / abs(problem.odd)
@@ -109,7 +109,7 @@ def _dual(problem: Problem, data: Data) -> bool:
 
 
 def _spectral(problem: Problem, data: Data) -> bool:
-    """Singular values: the units are too weak, whatever the spare ones do."""
+    """By singular values the units are too small to reproduce the skip, for any use of the spare ones."""
     problem = problem.with_output_bias()
     rho, i, j, p = (int(data[name]) for name in ("rank", "i", "j", "spares"))
     if problem.affine_possible and problem.odd < 1:
@@ -127,19 +127,19 @@ def _spectral(problem: Problem, data: Data) -> bool:
 
 
 def _count(problem: Problem, data: Data) -> bool:
-    """More keys than units."""
+    """There are more keys than units."""
     found = group_units(problem) if _flips_apply(problem) and problem.block.phi.name != "hardswish" else None
     return found is not None and _spares(problem, found) < 0
 
 
 def _moves(data: Data, matrix: Tensor, size: float) -> bool:
-    """Whether the matrix moves the certificate's direction, beyond rounding."""
+    """Whether the matrix does not map the certificate's direction to 0, beyond rounding."""
     x = data["direction"].to(matrix)
     return bool((matrix @ x).norm() > 1e-10 * size * x.norm())
 
 
 def _growth(problem: Problem, data: Data) -> bool:
-    """The replacement is bounded and the block is not; or on an open set both continue to where that shows."""
+    """The replacement is bounded and the block is not; on an open set both extend to inputs where this shows."""
     block, norms = problem.block, problem.block.norms
     bounded = not block.gated and block.phi.family == "bounded"
     placed = [norms[place] for place in ("pre", "out") if place in norms]
@@ -153,7 +153,7 @@ def _growth(problem: Problem, data: Data) -> bool:
 
 
 def _family(problem: Problem, data: Data) -> bool:
-    """No sum of its units is linear."""
+    """No sum of units of this activation is linear."""
     phi = problem.block.phi
     if (
         problem.caveat is not None
@@ -185,7 +185,7 @@ def _linearisation(problem: Problem, data: Data) -> bool:
 
 
 def _rank(problem: Problem, data: Data) -> bool:
-    """A linear block of a rank that the width cannot carry."""
+    """The block is linear, and its rank is above the width."""
     block, phi = problem.block, problem.block.phi
     if not phi.trusted or phi.family != "linear" or block.gated or block.norms or phi.odd is None or block.extreme:
         return False

@@ -1,10 +1,11 @@
-"""More units: the replacement that is exact at a greater width, and the change of weights that needs none.
+"""Exact replacements with more units, and nearby weights that need no more units.
 
-For class O splitting d independent rows T is enough, whatever the skip: with a = A W_up[T]^{-1},
+For class O, splitting d independent rows T is enough for any skip: with a = A W_up[T]^{-1},
 
     W_down' = [W_down + a / c on T, -a / c],   W_up' = [W_up; -W_up[T]],   b' = [b; -b_T],
 
-d units more instead of the 2 d of fresh pairs. Gated blocks need a gate with a bias, g(beta) != 0, and rank(A) units.
+This needs d more units, where fresh pairs need 2 d. Gated blocks need a gate bias beta with g(beta) != 0, and rank(A)
+more units.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from unskip.errors import BadInput
 
 @dataclass(frozen=True, eq=False)
 class Widened:
-    """A wider block without a skip, stored as the block is. `verdict` is about the weights in float64.
+    """A wider block without a skip, in the dtypes of the original. `verdict` holds for the weights in float64.
 
-    `error` is that of the stored block on inputs of size 1, relative to its outputs; `own` is what the block itself
-    loses by computing in its dtype.
+    `error` is that of the stored block on inputs of size 1, relative to its outputs; `own` is the error of the original
+    block from computing in its dtype.
     """
 
     block: Block = field(repr=False)
@@ -41,10 +42,10 @@ class Widened:
 
 
 def widen(block: Block | MlpParts, biases: Biases = "as-is") -> Widened:
-    """The replacement that is exact with as few more units as are known to be enough, built and checked.
+    """Builds and checks an exact replacement, with as few additional units as are known to be enough.
 
-    Splits of rows that are nearly dependent lose digits; in a coarse dtype more units are spent to keep the loss small.
-    The stored block is accepted as a replacement of `absorb` is, with 1e-6 of the block's terms on top.
+    Splits of nearly dependent rows lose digits, so in a coarse dtype more units may be used. The stored block is
+    accepted like a replacement of `absorb`, with an additional error of 1e-6 of the block's terms.
     """
     block = block_of(block)
     now = absorb(block, biases=biases)
@@ -69,18 +70,18 @@ def widen(block: Block | MlpParts, biases: Biases = "as-is") -> Widened:
 
 
 def _extras(block: Block, now: Verdict) -> list[int]:
-    """Numbers of units to try, the least that is enough first."""
+    """The numbers of additional units to try, the smallest first."""
     least = now.extra_width
     if least is None:
         raise BadInput(f"widen: {now.reason} No width is known to be enough; absorption.approximate fits a replacement")
-    most = 2 * max(skip_rank(block.matrix), 1)  # fresh pairs alone
+    most = 2 * max(skip_rank(block.matrix), 1)  # with fresh pairs alone
     return sorted({max(least, 1), max(least, min(least + block.inputs // 8, most)), max(least, most)})
 
 
 def _open_gates(block: Block, biases: Biases, now: Verdict) -> Verdict:
-    """A unit whose gate sees nothing but its bias is linear: one for each direction of the skip."""
+    """Adds units with a constant gate, which are linear: one for each direction of the skip."""
 
-    def height(beta: float) -> float:  # of the gate; an activation of the user's need not say what it is at 0
+    def height(beta: float) -> float:  # of the gate; a registered activation may lack at_zero
         return float(block.phi.function(torch.full((1,), beta, dtype=torch.float64)))
 
     assert block.gate is not None
@@ -118,10 +119,10 @@ def _open_gates(block: Block, biases: Biases, now: Verdict) -> Verdict:
 
 
 def nearest(block: Block | MlpParts) -> Nearest:
-    """The smallest change of the weights that was found to make the block absorbable by flips.
+    """The smallest change of the weights that was found to let the block absorb its skip by flips.
 
-    The flip set is the one that the search comes closest with, all units, or those that point against the skip,
-    whichever needs less.
+    The flip set is the rounded solution of the search, all units, or those that point against the skip, whichever needs
+    the smallest change.
     """
     block = block_of(block)
     if (why := unsupported_reason(block, block.width)) is not None:
