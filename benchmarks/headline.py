@@ -1,4 +1,4 @@
-"""README's figure, from the records in docs/results: shortcuts of two models and the cost of SOAP, one point per seed.
+"""Draws the figure of the README from docs/results: shortcuts of two models and the cost of SOAP, one point per seed.
 
 python benchmarks/headline.py     # writes docs/img/headline.svg (make results)
 """

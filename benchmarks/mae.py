@@ -1,23 +1,22 @@
-"""What do decayed shortcuts do to the features of a masked autoencoder? One study, many short runs.
+"""Studies the effect of decayed shortcuts on the features of a masked autoencoder, in many short runs.
 
     python benchmarks/mae.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 3 --limit 540
-    python benchmarks/mae.py                                # digits on the CPU, tiny models: to see that it runs
-    python benchmarks/mae.py --data ... --show              # tables and figures of what is there; runs nothing
+    python benchmarks/mae.py                                # smoke test: tiny models on digits, on the CPU
+    python benchmarks/mae.py --data ... --show              # tables and figures of the recorded runs; runs nothing
 
-    sweep     alpha_min 0.9 to 0.4; the best by KNN of the last block
-    final     plain MAE, long skips alone, and the best decay: three seeds, fine-tuned too
-    rate      half and twice the learning rate: does any of the above owe its place to the one that all have?
-    longer    the same three, three times as long and each at its best rate: does more training part them? long skips
-              and the decay at the rate of all others, too
-    ablation  the paper's, at the best alpha_min, and what they are held against: plain MAE and long skips alone
-    depth     6, 12 (in sweep and ablation) and 24 blocks: one alpha_min, one effective decay, long skips alone
-    size      a plain model twice as wide, against the decayed small one
-    start     alpha_min 0.4 and 0.6 without the zero start; their feature norms over steps
+    sweep     alpha_min 0.9 to 0.4; the best is chosen by kNN of the last block
+    final     plain MAE, only long skips, and the best decay: three seeds, also fine-tuned
+    rate      half and twice the learning rate: does the ranking depend on the shared learning rate?
+    longer    the same three for three times the epochs, each at its best rate: does longer training change the gaps?
+              long skips and the decay also at the shared rate
+    ablation  those of the paper, at the best alpha_min, and their baselines: plain MAE and only long skips
+    depth     6, 12 (in sweep and ablation) and 24 blocks: one alpha_min, one effective decay, only long skips
+    size      a plain model twice as wide, compared with the small one with decay
+    start     alpha_min 0.4 and 0.6 without the zero initialisation; feature norms over steps
 
-The final and the longer runs are evaluated on the test set, all others on a tenth of the training set that is held out;
-all but the final runs have one seed. Each result is added to the JSON when its run is done, and what is there is not
-run again. A run that is stopped at the limit leaves a checkpoint in its folder (--runs), from which the same command
-goes on.
+The final and the longer runs are evaluated on the test set, all others on a held-out tenth of the training set; all but
+the final runs have one seed. A result is added to the JSON when its run is done, and recorded runs are not repeated. A
+run that is stopped at the limit leaves a checkpoint in its folder (--runs), from which the same command continues.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ SEEDS = (0, 1, 2)
 PROTOCOLS = ("knn-dino-v1", "rank-v1", "probe-lbfgs-v1", "probe-mae-v1", "probe-decayed-v1")
 TUNED = "finetune-mae-v1"
 PLAIN = {"shortcut": "keep", "long_skips": False, "init": "default"}
-LONGER = 3  # times the epochs of the final runs
-LOOKS = 12  # online evaluations of a run
-IMAGES = {"cifar": (50_000, 512), "digits": (1438, 64)}  # of the training set, and of a batch
+LONGER = 3  # factor on the epochs of the final runs
+LOOKS = 12  # online evaluations per run
+IMAGES = {"cifar": (50_000, 512), "digits": (1438, 64)}  # images in the training set and in a batch
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, float]) -> list[Job]:
-    """What is still to be run, what matters most first; what a missing result decides is not there yet."""
+    """The runs that are not done, by priority, without those whose settings depend on missing results."""
     sizes, depths = fields["model_args"], (2, 4, 8) if fields["preset"] == "digits" else (6, 12, 24)
     base, best = depths[1], chosen(done)
 
@@ -63,13 +62,13 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
     rates: list[Job] = []
     longer: list[Job] = []
     if best is not None:
-        rivals = {"long skips": {"shortcut": "keep"}, f"decay {best:g}": {"shortcut": f"decay:{best:g}"}}
+        main_wirings = {"long skips": {"shortcut": "keep"}, f"decay {best:g}": {"shortcut": f"decay:{best:g}"}}
         others = {"plain": PLAIN, "decay 0.6": {"shortcut": "decay:0.6"}}
-        for name, config in (rivals | others).items():
+        for name, config in (main_wirings | others).items():
             rates += [(f"rate | {name} | x {times:g}", {**config, "lr": times * fields["lr"]}) for times in RATES]
-        for name, config in (rivals | {"plain": PLAIN}).items():
+        for name, config in (main_wirings | {"plain": PLAIN}).items():
             fastest = best_rate(done, name)
-            shared = {1.0} if name in rivals else set()
+            shared = {1.0} if name in main_wirings else set()
             for times in sorted({fastest} | shared) if fastest is not None else ():
                 longer.append((f"longer | {name} | x {times:g}", {**config, "lr": times * fields["lr"]}))
     later: list[Job] = [("ablation | long skips", {"shortcut": "keep"}), ("ablation | plain", PLAIN)]
@@ -119,7 +118,7 @@ def product_of(alpha: float, sites: int) -> float:
 
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
-    """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
+    """Trains or resumes, then evaluates, one run in this process; None if it was stopped."""
     import unskip
     from unskip.training import RunFolder
 
@@ -129,17 +128,17 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
     fields = dict(config)
     planned = unskip.recipes.mae(fields.pop("preset"), **fields)
     run = RunFolder(folder)
-    told = {key: value for key, value in config.items() if key not in ("data", "device")}
-    result: dict[str, Any] = {"config": told}
+    recorded = {key: value for key, value in config.items() if key not in ("data", "device")}
+    result: dict[str, Any] = {"config": recorded}
     try:
-        going = (folder / "config.json").exists()
-        outcome = unskip.resume(folder, quiet=True) if going else unskip.train(planned, folder, quiet=True)
+        resumed = (folder / "config.json").exists()
+        outcome = unskip.resume(folder, quiet=True) if resumed else unskip.train(planned, folder, quiet=True)
         if not outcome.finished:
             return None
         result |= dict(outcome.evaluations) | evaluated(name, planned, folder, task["finetune"])
-    except (unskip.errors.TrainingError, unskip.errors.BadInput) as error:  # a loss, or features, that are not finite
+    except (unskip.errors.TrainingError, unskip.errors.BadInput) as error:  # non-finite loss or features
         if not run.read("metrics.jsonl"):
-            raise  # it did not begin
+            raise  # the run did not start
         result["diverged"] = str(error).partition(": ")[2]
     metrics, raised = run.read("metrics.jsonl"), run.read("warnings.jsonl")
     online = [row for row in run.read("evals.jsonl") if row["evaluation"].startswith("knn-dino-v1, ")]
@@ -152,12 +151,12 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
         "warnings": sorted({row["warning"] for row in raised}),
         "seconds": time.perf_counter() - start,
     }
-    shutil.rmtree(folder)  # what is shown lies in the JSON
+    shutil.rmtree(folder)  # all that is reported is in the JSON
     return result
 
 
 def evaluated(name: str, config: Any, folder: Path, finetune_epochs: float) -> dict[str, Any]:
-    """Every protocol over depth; the final runs are fine-tuned and measured too."""
+    """Results of every protocol by block; final runs are also fine-tuned and measured."""
     import torch
 
     import unskip
@@ -197,10 +196,12 @@ def tell(name: str, row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__, "mae-cifar.json")
-    parser.add_argument("--epochs", type=float, nargs=2, default=(25, 60), help="of most runs, and of the final ones")
+    parser.add_argument(
+        "--epochs", type=float, nargs=2, default=(25, 60), help="epochs of most runs, and of the final runs"
+    )
     parser.add_argument("--finetune", type=float, default=15, help="epochs of fine-tuning")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--compile", action="store_true", help="compile each model: pays off side by side on a GPU")
+    parser.add_argument("--compile", action="store_true", help="compile each model; useful with parallel runs on a GPU")
     options = parser.parse_args()
     if options.work:
         serve(work)
@@ -225,14 +226,14 @@ def main() -> None:
 
         protocols = {name: unskip.evals.PROTOCOLS[name].to_dict() for name in (*PROTOCOLS, TUNED)}
         data |= about(__file__, options.device, settings, protocols=protocols)
-        given = fields | {"device": options.device, "compile": options.compile}
-        given |= {"data": options.data} if options.data else {}
+        job_fields = fields | {"device": options.device, "compile": options.compile}
+        job_fields |= {"data": options.data} if options.data else {}
 
         def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
             folder = str(folder_of(options.runs, name, config))
             return {"name": name, "config": config, "folder": folder, "finetune": finetune}
 
-        study(__file__, data, lambda: jobs(data["runs"], given, epochs), task_of, options, tell)
+        study(__file__, data, lambda: jobs(data["runs"], job_fields, epochs), task_of, options, tell)
     done = data["runs"]
     print(table(done))
     print(json.dumps(answers(done), indent=1))

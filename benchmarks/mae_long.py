@@ -1,15 +1,15 @@
-"""Does the lead of decayed shortcuts in a masked autoencoder grow with epochs, model and data?
+"""Tests whether the advantage of decayed shortcuts in a masked autoencoder grows with epochs, model and data.
 
     python benchmarks/mae_long.py --set tiny --data "DATA/tinyimagenet200-{split}*.parquet" --device cuda --workers 3 --limit 1500
     python benchmarks/mae_long.py --set cifar --data "DATA/cifar10-{split}.parquet" --device cuda --workers 4 --limit 1500
-    python benchmarks/mae_long.py                           # digits on the CPU, tiny models: to see that it runs
+    python benchmarks/mae_long.py                           # smoke test: tiny models on digits, on the CPU
 
     tiny     ViT-S with patches of 8, decoder 256 x 8, 200 epochs: plain MAE, long skips, two decays; a second seed of long
-             skips and of the better decay. About 10 minutes a run on one H200.
+             skips and of the better decay. About 10 minutes per run on one H200.
     cifar    ViT 192 x 12, 400 epochs: long skips and the decay to 0.8, two seeds
 
-The learning rate of each is chosen by kNN of the last block on a tenth of the training set that is held out, in runs of
-a fifth of the epochs. Final runs are evaluated on the test set, fine-tuned and measured. Runs are those of mae.py.
+The learning rate of each is chosen by kNN of the last block on a held-out tenth of the training set, in runs of a fifth
+of the epochs. Final runs are evaluated on the test set, fine-tuned and measured. The code of a run is in mae.py.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mae import LOOKS, PLAIN, PROTOCOLS, TUNED, tell, work
 SKIPS = {"shortcut": "keep"}
 DECAYS = {f"decay to {product:g}": {"shortcut": f"decay:product={product:g}"} for product in (7.6e-2, 3.6e-3)}
 ALL: dict[str, dict[str, Any]] = {"long skips": SKIPS, **DECAYS, "plain": PLAIN}
-# By set: the recipe's fields, epochs of a final run, images of the training set, what is compared, learning rates.
+# By set: fields of the recipe, epochs of a final run, training images, compared wirings, learning rates.
 SETS: dict[str, dict[str, Any]] = {
     "digits": {
         "fields": {"preset": "digits", "model_args": "depth=4,embed_dim=32,num_heads=2", "online_images": 500},
@@ -60,7 +60,7 @@ SETS: dict[str, dict[str, Any]] = {
 
 
 def jobs(done: dict[str, Any], plan: dict[str, Any]) -> list[Job]:
-    """What can be begun now: rates, then final runs, then the second seed of long skips and of the better decay."""
+    """The runs that can start now: rates, final runs, then the second seed of long skips and of the better decay."""
     rates: list[Job] = []
     first: list[Job] = []
     for name, wiring in plan["wirings"].items():
@@ -70,12 +70,12 @@ def jobs(done: dict[str, Any], plan: dict[str, Any]) -> list[Job]:
             best = max(tried, key=lambda each: last(done[each], "knn20"))
             first.append((f"final | {name} | seed 0", tried[best]))
     more: list[Job] = []
-    ended = [name for name, _ in first if name in done]
-    if len(ended) == len(plan["wirings"]):
-        decay = max((name for name in ended if "decay" in name), key=lambda name: last(done[name], "knn20"))
-        again = [job for job in first if "long skips" in job[0] or job[0] == decay]
+    finished = [name for name, _ in first if name in done]
+    if len(finished) == len(plan["wirings"]):
+        decay = max((name for name in finished if "decay" in name), key=lambda name: last(done[name], "knn20"))
+        repeated = [job for job in first if "long skips" in job[0] or job[0] == decay]
         for seed in range(1, plan["seeds"]):
-            more += [(name.replace("seed 0", f"seed {seed}"), {**config, "seed": seed}) for name, config in again]
+            more += [(name.replace("seed 0", f"seed {seed}"), {**config, "seed": seed}) for name, config in repeated]
     return [planned(*job, plan) for job in rates + first + more if job[0] not in done]
 
 
@@ -106,13 +106,13 @@ def main() -> None:
 
         protocols = {name: unskip.evals.PROTOCOLS[name].to_dict() for name in (*PROTOCOLS, TUNED)}
         data |= about(__file__, options.device, {"set": word}, protocols=protocols)
-        given = {"device": options.device, "log_every": 50 if options.data else 10}
-        given |= {"compile": True} if options.device == "cuda" else {}  # pays off in runs of minutes
-        given |= {"data": options.data} if options.data else {}
+        job_fields = {"device": options.device, "log_every": 50 if options.data else 10}
+        job_fields |= {"compile": True} if options.device == "cuda" else {}  # worth its time in runs of minutes
+        job_fields |= {"data": options.data} if options.data else {}
 
         def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
             folder = str(folder_of(options.runs, name, config))
-            return {"name": name, "config": given | config, "folder": folder, "finetune": plan["finetune"]}
+            return {"name": name, "config": job_fields | config, "folder": folder, "finetune": plan["finetune"]}
 
         study(__file__, data, lambda: jobs(data["runs"], plan), task_of, options, tell)
     print(table(data["runs"]))

@@ -1,9 +1,9 @@
-"""How long `measure` takes and how much memory: timm ViT-B at 224 px, 8 images.
+"""Measures the time and memory of `unskip.measure`: timm ViT-B at 224 px, 8 images.
 
     python benchmarks/measure.py                   # on the CPU
     python benchmarks/measure.py --device cuda
 
-The bars are 10 minutes on two CPU cores and one minute on a GPU. Time is also given as a multiple of one forward and
+The targets are 10 minutes on two CPU cores and one minute on a GPU. Time is also given as a multiple of one forward and
 backward pass over the same images, measured in the same process.
 """
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", default="vit_base_patch16_224")
     parser.add_argument("--images", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes (default docs/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON (default docs/results)")
     options = parser.parse_args()
     cuda = options.device == "cuda"
     torch.manual_seed(0)

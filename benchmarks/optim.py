@@ -1,14 +1,14 @@
-"""What an optimizer step costs: SOAP and Muon against their peers, on the parameters of timm ViTs.
+"""Measures the cost of an optimizer step: SOAP and Muon compared with other implementations, on timm ViTs.
 
-    python benchmarks/optim.py                         # CUDA: vit_small and vit_base against every peer, then the sizes
+    python benchmarks/optim.py                         # CUDA: vit_small and vit_base, all optimizers; then the sizes
     python benchmarks/optim.py --models vit_base_patch16_224 --steps 20
-    python benchmarks/optim.py --figure                # draws docs/img/optim-cost.svg from the JSON, on any machine
+    python benchmarks/optim.py --figure                # draws docs/img/optim-cost.svg from the JSON; needs no GPU
 
-Gradients are random, a new one for every step from a small set. Steps are timed by events between them, with nothing
-else on the device, once the first ones (which build bases, stacks and kernels) are over. `alone` is a loop of steps, so
-the host counts where it is slower than the device. `queued` holds the device back while the host launches a step, as
-the backward pass of a training step does: the time the device itself needs. pytorch_optimizer is compared where it is
-installed. Where the time goes is read from a profile of a step without refreshes and of a step with some.
+Gradients are random, and each step uses another one of a small set. Steps are timed by CUDA events between them, with
+nothing else on the device, after the first steps (which build bases, stacks and kernels). `alone` is a loop of steps,
+which includes host time if the host is slower than the device. `queued` delays the device while the host launches a
+step, as the backward pass of a training step does, and measures device time only. pytorch_optimizer is included if it
+is installed. The breakdown of the time is from profiles of steps with and without refreshes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BARS = {
     "muon_ms": 6.0,
     "muon_ratio": 4.0,
 }
-KINDS = {  # by what the name of a kernel says, the first that fits
+KINDS = {  # words in kernel names; the first match decides
     "orthogonalisation": ("f64", "potrf", "trsm_left", "unskip_pick", "unskip_inner"),
     "rotations": ("_hss_", "_hsh_"),
     "statistics": ("tf32f32", "s1688gemm", "splitKreduce"),
@@ -56,8 +56,8 @@ def hidden(model: nn.Module) -> list[Tensor]:
 
 
 def optimizers(full: bool) -> dict[str, Make]:
-    """By name, how each is made from a model."""
-    made: dict[str, Make] = {
+    """Functions that build each optimizer for a model, by name."""
+    makers: dict[str, Make] = {
         "unskip SOAP": lambda model: SOAP(model.parameters()),
         "unskip SOAP, bfloat16 state": lambda model: SOAP(model.parameters(), state_dtype="bfloat16"),
         "unskip SOAP, float32 products": lambda model: SOAP(model.parameters(), precision="float32"),
@@ -67,12 +67,12 @@ def optimizers(full: bool) -> dict[str, Make]:
         "torch AdamW, fused": lambda model: build(model, "adamw", lr=1e-3),
     }
     if importlib.util.find_spec("pytorch_optimizer"):
-        made["pytorch_optimizer SOAP"] = peer
+        makers["pytorch_optimizer SOAP"] = peer
     elif full:
-        print("pytorch_optimizer is not installed: its SOAP is left out")
+        print("pytorch_optimizer is not installed; its SOAP is not measured")
     if not full:
-        made = {name: made[name] for name in ("unskip SOAP", "unskip Muon", "torch Muon", "torch AdamW, fused")}
-    return made
+        makers = {name: makers[name] for name in ("unskip SOAP", "unskip Muon", "torch Muon", "torch AdamW, fused")}
+    return makers
 
 
 def peer(model: nn.Module) -> torch.optim.Optimizer:
@@ -82,7 +82,7 @@ def peer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Gradients:
-    """A new gradient for every step, out of a small set, as the backward pass would leave them."""
+    """Assigns random gradients to parameters, cycling through a small set."""
 
     def __init__(self, model: nn.Module, seed: int, count: int = 4) -> None:
         self.params = list(model.parameters())
@@ -100,7 +100,7 @@ class Gradients:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What the state holds, views counted once."""
+    """Bytes of the optimizer state; views of one storage are counted once."""
     seen: dict[int, int] = {}
 
     def visit(value: object) -> None:
@@ -117,7 +117,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def timed(optimizer: torch.optim.Optimizer, gradients: Gradients, steps: int, hold: float) -> list[float]:
-    """Milliseconds of each of `steps` steps; the device is held back for `hold` milliseconds before each."""
+    """Milliseconds of each of `steps` steps; the device is delayed by `hold` milliseconds before each."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(steps)]
     torch.cuda.synchronize()
     for begin, end in events:
@@ -141,12 +141,12 @@ def measure(make: Make, name: str, steps: int, seed: int) -> dict[str, Any]:
     optimizer, gradients = make(model), Gradients(model, seed)
     first = timed(optimizer, gradients, 1, 0)[0]
     second = timed(optimizer, gradients, 1, 0)[0]
-    early = timed(optimizer, gradients, 12, 0)  # the first interval, kept apart: libraries are still being loaded
+    early = timed(optimizer, gradients, 12, 0)  # the first interval, in which libraries are still loaded
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     alone = timed(optimizer, gradients, steps, 0)
     peak = torch.cuda.max_memory_allocated() - before
-    host = max(60.0, 1.5 * max(alone)) if max(alone) < 150 else 0.0  # a step that waits for the device needs no holding
+    host = max(60.0, 1.5 * max(alone)) if max(alone) < 150 else 0.0  # no delay for steps that are limited by the device
     queued = timed(optimizer, gradients, 20, host) if host else alone
     result = {
         "first_ms": first,
@@ -168,7 +168,7 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def profile(name: str, seed: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of device time by kind of work, in a step without refreshes and in the mean step of an interval."""
+    """Device milliseconds by kind of work: for a step without refreshes, and the mean over a refresh interval."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
 
@@ -198,10 +198,10 @@ def profile(name: str, seed: int) -> dict[str, dict[str, float]]:
 
 
 def verdicts(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """ViT-B against the bars: the number, the bar, and whether it holds, both ways of timing."""
+    """For ViT-B: each measurement, its target (bar) and whether it is met, for both ways of timing."""
     base = results.get("vit_base_patch16_224", {})
     soap, reference = base.get("unskip SOAP"), base.get("pytorch_optimizer SOAP")
-    muon, torchs = base.get("unskip Muon"), base.get("torch Muon")
+    muon, torch_muon = base.get("unskip Muon"), base.get("torch Muon")
     result: dict[str, Any] = {}
     for way in ("alone", "queued"):
         if soap:
@@ -211,10 +211,10 @@ def verdicts(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if soap and reference:
             ratio = reference[f"{way}_mean_ms"] / soap[f"{way}_mean_ms"]
             result[f"soap_ratio ({way})"] = (ratio, BARS["soap_ratio"], ">=")
-        if muon and torchs:
+        if muon and torch_muon:
             result[f"muon_ms ({way})"] = (muon[f"{way}_mean_ms"], BARS["muon_ms"], "<=")
             result[f"muon_ratio ({way})"] = (
-                torchs[f"{way}_mean_ms"] / muon[f"{way}_mean_ms"],
+                torch_muon[f"{way}_mean_ms"] / muon[f"{way}_mean_ms"],
                 BARS["muon_ratio"],
                 ">=",
             )
@@ -238,7 +238,7 @@ def show(name: str, rows: dict[str, dict[str, Any]]) -> None:
 
 
 def figure(results: Path) -> None:
-    """Time of a step against the size of the model, and where SOAP's time goes."""
+    """Draws the time of a step by model size, and the breakdown of SOAP's time."""
     from _study import drawing
 
     data = json.loads(results.read_text())
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--figure", action="store_true", help="only draw the figure from the JSON")
-    parser.add_argument("--resume", action="store_true", help="keep the models that the JSON has, and add the others")
+    parser.add_argument("--resume", action="store_true", help="keep the models in the JSON, and add the others")
     options = parser.parse_args()
     target = options.out / "optim-gpu.json"
     if options.figure:

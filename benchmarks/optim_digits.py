@@ -1,12 +1,12 @@
-"""200 steps on scikit-learn's digits: a residual and a residual-free ViT under AdamW, Muon and SOAP.
+"""Trains a residual and a residual-free ViT with AdamW, Muon and SOAP for 200 steps on scikit-learn's digits.
 
     python benchmarks/optim_digits.py          # a few minutes on one core; writes docs/results/optim-digits.json
 
-A small timm ViT (8 x 8 images in patches of 2, 64 wide, 6 blocks), batch 128, the same batches for every optimizer,
-warm-up of 20 steps and a cosine to zero. The residual-free one is cut by `rewire` and initialised by
-`unskip.init.skipless_`. The learning rate is chosen for each of the six among four by the training loss of one seed,
-then three seeds are run with it. Too short and too small to say which optimizer is better in earnest: it shows that all
-of them work, and in which order they fall behind when the shortcuts go.
+The model is a small timm ViT (8 x 8 images in patches of 2, width 64, 6 blocks), with batch size 128, the same batches
+for every optimizer, 20 steps of warm-up and a cosine schedule to zero. The skips of the residual-free model are cut by
+`rewire`, and it is initialised by `unskip.init.skipless_`. For each of the six combinations, the learning rate is
+chosen among four by the training loss of one seed, then three seeds are run. The runs are too short and the model too
+small to rank the optimizers: they show that all of them work, and how much each loses without shortcuts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SIZES = {"img_size": 8, "patch_size": 2, "in_chans": 1, "embed_dim": 64, "num_he
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels: three quarters to train on, every fourth to test on."""
+    """Training images and labels, then test images and labels: every fourth image is for testing."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
     labels = torch.tensor(digits.target)
-    held = torch.arange(len(labels)) % 4 == 3
-    return images[~held], labels[~held], images[held], labels[held]
+    is_test = torch.arange(len(labels)) % 4 == 3
+    return images[~is_test], labels[~is_test], images[is_test], labels[is_test]
 
 
 def model_of(wiring: str, seed: int) -> nn.Module:
@@ -92,9 +92,9 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     for wiring in WIRINGS:
         for name, rates in RATES.items():
-            tried = [train(wiring, name, rate, 0, options.steps) for rate in rates]
-            # a run that diverged has a loss of NaN, which is never the least
-            best = min(tried, key=lambda run: run["loss"] if run["loss"] == run["loss"] else float("inf"))
+            trials = [train(wiring, name, rate, 0, options.steps) for rate in rates]
+            # the loss of a diverged run is NaN, which counts as infinite
+            best = min(trials, key=lambda run: run["loss"] if run["loss"] == run["loss"] else float("inf"))
             runs = [best, *(train(wiring, name, best["lr"], seed, options.steps) for seed in range(1, options.seeds))]
             result = [run["accuracy"] for run in runs]
             results[f"{wiring}, {name}"] = {
@@ -104,7 +104,7 @@ def main() -> None:
                 "highest": max(result),
                 "loss": statistics.fmean(run["loss"] for run in runs),
                 "runs": runs,
-                "tried": [{key: run[key] for key in ("lr", "loss", "accuracy")} for run in tried],
+                "tried": [{key: run[key] for key in ("lr", "loss", "accuracy")} for run in trials],
             }
             row = results[f"{wiring}, {name}"]
             spread = f"[{row['lowest']:.3f}, {row['highest']:.3f}]"

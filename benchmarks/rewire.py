@@ -1,17 +1,17 @@
-"""What rewiring costs: training-step time, peak memory and compilation, rewired over original; audit and rewire.
+"""Measures the cost of rewiring: training-step time, peak memory and compilation; time of audit and rewire.
 
     python benchmarks/rewire.py                                        # timm ViT-S on the CPU
     python benchmarks/rewire.py --device cuda --only cost --compiled   # timm ViT-B, eager and compiled
     python benchmarks/rewire.py --only compile --variants decay cut    # kernels, and the time to the first step
     python benchmarks/rewire.py --only search                          # audit and rewire on meta tensors
 
-Every variant is a copy of one model and runs in the same process; in each round all of them take one step, in random
-order. The ratio is the median over rounds of (variant / original of the same round). The original against a second copy
-of the original is the control: what a ratio means is measured by its spread.
+Every variant is a copy of one model and runs in the same process; in each round all of them do one step, in random
+order. The ratio is the median over rounds of (variant / original of the same round). The control is a second copy of
+the original: the spread of its ratio is the measurement noise.
 
 Compilation is measured in a new process for each variant and round, with an empty cache and one compile thread: wall
-and CPU time of the first training step under torch.compile, and the kernels that its code defines. The ratio is that of
-CPU time, which other programs on the machine change less.
+and CPU time of the first training step under torch.compile, and the number of kernels in its code. The ratio is that of
+CPU time, which depends less on other load on the machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
 
 def variants(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """The copies that are compared: the original twice, and one for each position of the knob."""
+    """Copies of the model: the original twice, and one for each shortcut rule."""
     rules = {"alpha 1": Keep(), "decay": Decay(0.6), "cut": Cut(), "anneal": Anneal(Keep(), Decay(0.6), steps=1000)}
     copies = {name: copy.deepcopy(model) for name in names}
     for name in rules.keys() & copies.keys():
@@ -54,7 +54,7 @@ def variants(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def training_step(model: nn.Module, run: Callable[..., torch.Tensor], images: torch.Tensor) -> Callable[[], None]:
-    """One step: forward, loss, backward, AdamW."""
+    """A function that does one training step: forward, loss, backward, AdamW."""
     device = images.device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device == "cuda")
     labels = torch.zeros(len(images), dtype=torch.long, device=device)
@@ -83,7 +83,7 @@ def seconds(step: Callable[[], None], device: str) -> float:
 
 
 def peak(step: Callable[[], None]) -> int:
-    """Bytes that a step allocates at most, over what is there before."""
+    """Peak bytes that a step allocates, in addition to those allocated before."""
     step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -94,7 +94,7 @@ def peak(step: Callable[[], None]) -> int:
 
 
 def compare(steps: dict[str, Callable[[], None]], device: str, rounds: int, seed: int) -> dict[str, dict[str, float]]:
-    """Times all variants in alternation."""
+    """Times the variants alternately; returns times and ratios to the original."""
     for step in steps.values():
         for _ in range(3):
             step()
@@ -128,7 +128,7 @@ def cost(device: str, names: list[str], compiled: bool, rounds: int, seed: int) 
     runs: dict[str, Callable[..., torch.Tensor]] = dict(copies)
     if compiled:
         for key, model in copies.items():
-            torch._dynamo.reset()  # each variant is compiled alone, without the others' guards
+            torch._dynamo.reset()  # compile each variant without the guards of the others
             runs[key] = torch.compile(model)
             training_step(model, runs[key], images)()
     steps = {key: training_step(model, runs[key], images) for key, model in copies.items()}
@@ -142,13 +142,13 @@ def cost(device: str, names: list[str], compiled: bool, rounds: int, seed: int) 
 
 
 def first_step(name: str, device: str, seed: int) -> dict[str, float]:
-    """Compiles one variant in this process: seconds to the first step, and kernels in the code of both passes."""
+    """Compiles one variant in this process: seconds until the first step is done, and kernels of both passes."""
     from torch._inductor.utils import run_and_get_code
 
     torch.manual_seed(seed)
     if device == "cuda":
         model, size = timm.create_model("vit_small_patch16_224"), 224
-    else:  # small, and as deep
+    else:  # a narrow model of the same depth
         sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
         model, size = timm.create_model("vit_small_patch16_224", depth=12, **sizes), 32
     model = variants(model.to(device).train(), [name])[name]
@@ -158,19 +158,19 @@ def first_step(name: str, device: str, seed: int) -> dict[str, float]:
     _, codes = run_and_get_code(step)
     if device == "cuda":
         torch.cuda.synchronize()
-    took, cpu = time.perf_counter() - begin, cpu_seconds() - cpu
+    elapsed, cpu = time.perf_counter() - begin, cpu_seconds() - cpu
     kernels = sum(len(re.findall(r"= async_compile\.(?:triton|cpp\w*)\(", code)) for code in codes)
-    return {"seconds": took, "cpu_seconds": cpu, "kernels": kernels}
+    return {"seconds": elapsed, "cpu_seconds": cpu, "kernels": kernels}
 
 
 def cpu_seconds() -> float:
-    """Of this process and of the compilers that it has run."""
+    """CPU seconds of this process and its finished children, which include compilers."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def compiled_alone(name: str, device: str, seed: int) -> dict[str, float]:
-    """`first_step` in a process of its own, with an empty cache."""
+    """Runs `first_step` in a new process with an empty compiler cache."""
     command = [sys.executable, __file__, "--device", device, "--seed", str(seed), "--first-step", name]
     with tempfile.TemporaryDirectory() as cache:
         caches = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -182,12 +182,12 @@ def compiled_alone(name: str, device: str, seed: int) -> dict[str, float]:
 
 
 def compilation(device: str, names: list[str], rounds: int, seed: int) -> dict[str, object]:
-    """Every variant in processes of its own, in alternation."""
+    """Measures the compilation of every variant, each in new processes, alternately."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     order, shuffle = list(names), random.Random(seed)
     for _ in range(rounds):
         shuffle.shuffle(order)
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:  # side by side where cores are left over
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:  # in parallel if there are enough cores
             for name, row in zip(order, pool.map(lambda name: compiled_alone(name, device, seed), order), strict=True):
                 rows[name].append(row)
                 print(f"  {name:15s} {row}", flush=True)
@@ -248,15 +248,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compiled", action="store_true", help="also compare compiled models")
     parser.add_argument("--only", choices=["search", "cost", "compile"], help="one part of the benchmark")
-    parser.add_argument("--variants", nargs="+", default=list(COMPILED), choices=COMPILED, help="which to compare")
-    parser.add_argument("--first-step", choices=COMPILED, help="compile one variant, and print what that took")
+    parser.add_argument("--variants", nargs="+", default=list(COMPILED), choices=COMPILED, help="variants to compare")
+    parser.add_argument(
+        "--first-step", choices=COMPILED, help="compile one variant, and print time and number of kernels"
+    )
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="keep the modes that the JSON has, and add the others")
-    parser.add_argument("--out", type=Path, default=None, help="where the JSON goes (default docs/results)")
+    parser.add_argument("--resume", action="store_true", help="keep the modes in the JSON, and add the others")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the JSON (default docs/results)")
     options = parser.parse_args()
     if "original" not in options.variants:
-        options.variants.insert(0, "original")  # what the others are divided by
+        options.variants.insert(0, "original")  # the reference of all ratios
     if options.first_step:
         print(json.dumps(first_step(options.first_step, options.device, options.seed)))
         return

@@ -1,26 +1,25 @@
-"""Where does the time of a training step go? For each recipe: kernels by kind, launch gaps, and the share of the rate
-of matrix products that it reaches.
+"""Breaks down the time of a training step of each recipe: kernels by kind, launch gaps, and share of peak matrix rate.
 
     python benchmarks/roofline.py                         # on a GPU
     python benchmarks/roofline.py --only dino,lm
-    python benchmarks/roofline.py --small --device cpu    # tiny models, not compiled, to see that it runs
+    python benchmarks/roofline.py --small --device cpu    # smoke test with tiny models, not compiled
 
     supervised    ViT-B/16, 224 px, mixup, cutmix and random erasing as in the preset
     mae           plain MAE ViT-B/16
     sit           plain SiT-B/2 on 4 x 32 x 32, with EMA
-    dino          ViT-S/16, 2 crops of 224 px and 8 of 96, made on the device from bytes
+    dino          ViT-S/16, 2 global crops of 224 px and 8 local crops of 96 px, from bytes on the device
     lm            the preset stdlib-small: GPT-2 of 10.8 million parameters, 256 tokens
     tiny          the study skipless_tiny.py: supervised, ViT-S with patches of 8, 64 px, SOAP, one CUDA graph
     dino-graph    dino and lm with forward and backward as one CUDA graph
     lm-graph
 
-A step is that of the recipe, in its loop: bf16, compiled, AdamW but for the last, with the feed, clipping, EMA and
-schedules. On a GPU each recipe has a process: all compile at once, and measure one after the other. First some steps
-are timed, then others are traced. A gap is the time of a step less that in which a kernel runs. Operations are those of
-the matrix products, convolutions and attentions of the forward and backward pass, counted by torch, attention in full
-also where it is causal. The rate of matrix products is that of 8192 x 8192 x 8192 in bf16, in the same run.
-JSON goes to docs/results/roofline-gpu.json, and without a GPU to build/roofline-cpu.json; recipes that --only leaves
-out keep their rows.
+Steps are those of the recipe in its training loop: bf16, compiled, AdamW (SOAP for tiny), with the feed, clipping, EMA
+and schedules. On a GPU each recipe has its own process: they compile in parallel, and are measured one after the other.
+Some steps are timed, then others are traced. Launch gaps are the part of the step time in which no kernel runs.
+Operations are those of matrix products, convolutions and attention in the forward and backward pass, counted by torch;
+causal attention is counted in full. The matrix rate is that of an 8192 x 8192 x 8192 product in bf16, measured in the
+same run. The JSON is docs/results/roofline-gpu.json, or build/roofline-cpu.json without a GPU; recipes that --only
+excludes keep their rows.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLAIN = {"shortcut": "keep", "long_skips": False}
 WIDE = "class_token=false,global_pool=avg,depth=12,embed_dim=384,num_heads=12,attn_head_dim=64"
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # recipe, preset, fields
-    "supervised": ("supervised", "vit-b16", {"batch": 256, "randaugment": None}),  # which is for images on disk
+    "supervised": ("supervised", "vit-b16", {"batch": 256, "randaugment": None}),  # RandAugment is for images on disk
     "mae": ("mae", "vit-b16", {"batch": 512, "init": "default", **PLAIN}),
     "sit": ("sit", "sit-b2", {"batch": 128, "size": 32, "latents": None, "online_images": 0, **PLAIN}),
     "dino": ("dino", "vit-small", {"batch": 64}),
@@ -76,16 +75,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "tiny": {"size": 32, "model_args": TINY, "batch": 8, "graph": False},
 }
 SMALL |= {f"{name}-graph": {**SMALL[name], "graph": False} for name in ("dino", "lm")}
-LARGEST = 12  # kernels that the record names
-_TURN: list[Any] = []  # of a process that is one of several
+LARGEST = 12  # number of kernels listed in the record
+_SHARED: list[Any] = []  # the barrier and the lock of this process, if there are several
 
 
-class Enough(Exception):
-    """All steps that are needed are done."""
+class Finished(Exception):
+    """Ends the training loop when all steps are measured."""
 
 
-class Named:
-    """A feed whose work is a range of the trace."""
+class ProfiledFeed:
+    """A feed whose batches are created in a profiler range."""
 
     def __init__(self, feed: Any) -> None:
         self.feed = feed
@@ -102,10 +101,10 @@ class Named:
 
 
 def config_of(name: str, folder: Path, options: argparse.Namespace) -> Any:
-    """The config of a recipe at full size, or at one for a CPU."""
+    """The config of a recipe at full size, or for --small at a size for a CPU."""
     recipe, preset, fields = CASES[name]
     fields = {**fields, **(SMALL[name] if options.small else {}), "device": options.device, "health": False}
-    if recipe == "lm":  # the standard library takes longer to read
+    if recipe == "lm":  # faster than reading the standard library
         text = folder / "squares.txt"
         text.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(100_000)))
         fields |= {"data": str(text), "cache": str(folder / "cache")}
@@ -114,20 +113,20 @@ def config_of(name: str, folder: Path, options: argparse.Namespace) -> Any:
 
 
 def opener(config: Any, channels: int) -> Callable[..., ImageSet]:
-    """Random images of the size that a config asks for."""
+    """A replacement for `open_images` that returns random images of the size in a config."""
 
     def opened(name: str, split: str, **_: Any) -> ImageSet:
         random = torch.Generator().manual_seed(0)
         count = config.batch if split == "train" else 64
         pixels = torch.randint(256, (count, channels, config.size, config.size), dtype=torch.uint8, generator=random)
-        labels = torch.arange(count) % 16  # each of the test images' classes has training images, as kNN asks
+        labels = torch.arange(count) % 16  # kNN needs training images of every test class
         return ImageSet(name, split, tuple(map(str, range(1000))), labels, pixels)
 
     return opened
 
 
 def operations(task: Any, samples: int = 4) -> float:
-    """Floating-point operations of the forward and backward pass over a sample, those of its augmentation left out."""
+    """Floating-point operations per sample of the forward and backward pass, without augmentation."""
     part = [each[:samples] for each in next(iter(task.feed.iterate(0, 1)))]
     crops = getattr(task.loss.__self__, "crops", None)
     if crops is not None:
@@ -139,21 +138,21 @@ def operations(task: Any, samples: int = 4) -> float:
         task.loss(task.model, part)[0].backward()
     task.optimizer.zero_grad(set_to_none=True)
     if crops is not None:
-        del crops.made  # the method is back
+        del crops.made  # restores the method
     return counter.get_total_flops() / samples
 
 
 def measured(name: str, options: argparse.Namespace, ready: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """Milliseconds of a step of one recipe, by kind of work; `ready` is called once its model is compiled."""
+    """Measures the steps of one recipe, by kind of work; calls `ready` when its model is compiled."""
     wait = torch.cuda.synchronize if options.device == "cuda" else (lambda: None)
-    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore", unskip.errors.UnskipWarning)
-        folder = Path(place)
+        folder = Path(temporary)
         config = config_of(name, folder, options)
         torch.manual_seed(config.seed)
         task, schedule = build_task(config, opener(config, 4 if name == "sit" else 3))
-        counted = operations(task)
-        task.feed = Named(task.feed)
+        flops = operations(task)
+        task.feed = ProfiledFeed(task.feed)
         if (crops := getattr(task.loss.__self__, "crops", None)) is not None:
             crops.made = record_function(DATA)(crops.made)
         after, trace, begun = task.after_step, profile(), [0.0, 0.0]
@@ -174,32 +173,32 @@ def measured(name: str, options: argparse.Namespace, ready: Callable[[], object]
             elif step == options.warm + options.steps + options.traced:
                 wait()
                 trace.stop()
-                raise Enough
+                raise Finished
 
         task.after_step = watched
-        with contextlib.suppress(Enough):
+        with contextlib.suppress(Finished):
             run_task(task, schedule, RunFolder.create(folder / "run", {}, options.device), quiet=True)
         trace.export_chrome_trace(str(folder / "trace.json"))
         kernels = kernels_of(folder / "trace.json")
         step = 1000 * (begun[1] - begun[0]) / options.steps
-        each = 1 / 1000 / options.traced  # from microseconds of the trace to milliseconds a step
-        working = each * busy(kernels)
+        each = 1 / 1000 / options.traced  # converts microseconds of the trace to milliseconds per step
+        kernel_ms = each * busy(kernels)
         return {
             "batch": config.batch,
             "ms a step": step,
             "ms a step by kind": {kind: each * found for kind, found in by_kind(kernels).items()},
-            "ms a step without a kernel": max(0.0, step - working),
-            "ms a step with a kernel": working,
+            "ms a step without a kernel": max(0.0, step - kernel_ms),
+            "ms a step with a kernel": kernel_ms,
             "kernels a step": len(kernels) / options.traced,
             "samples a second": 1000 * config.batch / step,
-            "TFLOP a step": counted * config.batch / 1e12,
-            "TFLOP/s": counted * config.batch / step / 1e9,
+            "TFLOP a step": flops * config.batch / 1e12,
+            "TFLOP/s": flops * config.batch / step / 1e9,
             "largest": [[kernel, kind, each * found] for kernel, kind, found in largest(kernels, LARGEST)],
         }
 
 
 def matrix_rate(device: str, size: int) -> float:
-    """TFLOP/s of a product of two square matrices of random numbers in bf16; the median of five."""
+    """TFLOP/s of the product of two random square bf16 matrices; the median of five."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     rates = []
     for _ in range(6):
@@ -214,19 +213,18 @@ def matrix_rate(device: str, size: int) -> float:
     return sorted(rates[1:])[2]
 
 
-def take(*turn: Any) -> None:
-    """What the processes share: a barrier that each reaches with its model compiled, and the lock of that which
-    measures."""
-    _TURN[:] = turn
+def share(*turn: Any) -> None:
+    """Stores what the processes share: a barrier for compiled models, and a lock held while measuring."""
+    _SHARED[:] = turn
 
 
 def in_turn(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """`measured` in one of several processes."""
-    barrier, lock = _TURN
+    """Runs `measured` in one of several processes."""
+    barrier, lock = _SHARED
     with contextlib.ExitStack() as held:
 
         def ready() -> None:
-            with contextlib.suppress(threading.BrokenBarrierError):  # where another process failed
+            with contextlib.suppress(threading.BrokenBarrierError):  # another process failed
                 barrier.wait()
             held.enter_context(lock)
 
@@ -238,7 +236,7 @@ def in_turn(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def all_measured(names: list[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The numbers of each recipe: from a process each, or one after the other in this one."""
+    """The results of each recipe, measured in one process each, or all in this process."""
     if not options.together:
         rows = {}
         for name in names:
@@ -249,19 +247,19 @@ def all_measured(names: list[str], options: argparse.Namespace) -> dict[str, dic
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     start = multiprocessing.get_context("spawn")
     shared = (start.Barrier(len(names)), start.Lock())
-    with ProcessPoolExecutor(len(names), start, initializer=take, initargs=shared) as pool:
+    with ProcessPoolExecutor(len(names), start, initializer=share, initargs=shared) as pool:
         running = {name: pool.submit(in_turn, name, options) for name in names}
         done = {}
         for name, each in running.items():
             try:
                 done[name] = each.result()
-            except Exception as error:  # the others are measured all the same
-                print(f"{name} is not measured: {error!r}", flush=True)
+            except Exception as error:  # the others are still measured
+                print(f"{name} could not be measured: {error!r}", flush=True)
         return done
 
 
 def show(record: dict[str, Any]) -> None:
-    """The largest kernels of each recipe, and last the table."""
+    """Prints the most expensive kernels of each recipe, then the table."""
     results = record["results"]
     for name, row in results.items():
         print(f"\n{name}: {row['kernels a step']:.0f} kernels a step, the largest:")
@@ -281,19 +279,21 @@ def show(record: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--small", action="store_true", help="models for a CPU, not compiled")
+    parser.add_argument("--small", action="store_true", help="smoke test with tiny models, not compiled")
     parser.add_argument("--only", default=",".join(CASES), help="recipes, separated by commas")
-    parser.add_argument("--warm", type=int, default=5, help="steps before those that are timed")
-    parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
-    parser.add_argument("--traced", type=int, default=3, help="steps that are traced")
+    parser.add_argument("--warm", type=int, default=5, help="warm-up steps")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--traced", type=int, default=3, help="traced steps")
     parser.add_argument(
         "--ahead", action=argparse.BooleanOptionalAction, default=True, help="compile all at once first"
     )
-    parser.add_argument("--together", action=argparse.BooleanOptionalAction, help="a process each; so on a GPU")
+    parser.add_argument(
+        "--together", action=argparse.BooleanOptionalAction, help="one process per recipe (default on a GPU)"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
+        raise SystemExit("this benchmark needs a CUDA device; use --small --device cpu for a smoke test")
     gpu = options.device == "cuda"
     out = options.out or (ROOT / "docs/results/roofline-gpu.json" if gpu else ROOT / "build/roofline-cpu.json")
     names = options.only.split(",")
@@ -302,8 +302,8 @@ def main() -> None:
     settings = {"steps": options.steps, "traced": options.traced, "precision": "bf16", "compile": not options.small}
     record: dict[str, Any] = {**made_with(__file__, options.device, "timm", "transformers"), "settings": settings}
     before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    kept = before["results"] if before.get("settings") == settings else {}
-    record |= {"matrix products, TFLOP/s": rate, "results": kept}
+    old_results = before["results"] if before.get("settings") == settings else {}
+    record |= {"matrix products, TFLOP/s": rate, "results": old_results}
     done = all_measured(names, options)
     for name, row in done.items():
         record["results"][name] = {**row, "share of the matrix rate": row["TFLOP/s"] / rate}

@@ -1,23 +1,24 @@
-"""What do decayed shortcuts do to what a diffusion transformer draws, and to what its blocks know? One study.
+"""Studies the effect of decayed shortcuts on the samples and on the features of a diffusion transformer.
 
     python benchmarks/sit.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 3 --limit 540
-    python benchmarks/sit.py                                # digits on the CPU, tiny models: to see that it runs
-    python benchmarks/sit.py --data ... --show              # tables and figures of what is there; runs nothing
+    python benchmarks/sit.py                                # smoke test: tiny models on digits, on the CPU
+    python benchmarks/sit.py --data ... --show              # tables and figures of the recorded runs; runs nothing
 
-    judge    one residual classifier, begun first; Fréchet distances are over its features, FD-judge, with its hash
-    sit      plain, decay with long skips (two seeds each), long skips alone, decay of the same product
-             that ends in the middle
-    uvit     plain, and decayed
+    judge    one residual classifier, trained first; its features are used for Fréchet distances (FD-judge), recorded
+             with a hash of its weights
+    sit      plain, decay with long skips (two seeds each), only long skips, and a decay to the same product that ends
+             at the middle block
+    uvit     plain, and with decay
 
-SiT-S/4 in pixel space, about 33 million weights, 15000 steps of 128 images. Of each run's EMA weights 10000
-samples at 25 steps of Heun's against the training set (with guidance too where --guided is said); the test images are
-evaluated in the same way, as what samples could reach. kNN and linear probes over blocks and noise levels, on a
-tenth of the training set that is held out of the rest: it chooses the block and the noise level, which are then
+The model is SiT-S/4 in pixel space, about 33 million weights, trained for 15000 steps of 128 images. The EMA weights of
+each run draw 10000 samples with 25 steps of Heun's method, which are compared with the training set (with --guided,
+also with guidance); distances of the test images are a reference for the best possible value. kNN and linear probes are
+evaluated by block and noise level on a held-out tenth of the training set; the best block and noise level are then
 evaluated on the test set.
 
-A result is added to the JSON when its run is done, and what is there is not run again. At the limit runs are stopped;
-their folders (--runs) hold a checkpoint, from which the same command goes on. The judge's weights stay in --judge: runs
-that are added later, on another machine too, need that folder, and are refused with any other judge.
+A result is added to the JSON when its run is done, and recorded runs are not repeated. At the limit, runs are stopped;
+their folders (--runs) contain checkpoints, from which the same command continues. The classifier's weights are kept in
+--judge. Runs that are added later, also on another machine, need that folder; any other classifier is refused.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from _sit_results import CFG, PROTOCOLS, figure, judge_line, table
 from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
 
 PLAIN = {"shortcut": "keep", "long_skips": False}
-# Settings of the study that no config has. The last three add numbers to a run, and change none that it has already:
-# scales of guidance, numbers of Heun steps, and times at which the middle block is evaluated.
+# Settings of the study that are not fields of a config. The last three add results to a run without changing others:
+# guidance scales, numbers of Heun steps, and times at which the middle block is evaluated.
 MORE = ("guided", "curve", "levels")
 NOT_OF_A_RUN = ("judge", "samples", "sampling_steps", "times", *MORE)
-GRID = 64  # samples in a picture
-PATIENCE = 1800  # seconds that a run which is trained waits for the judge
+GRID = 64  # samples per picture
+PATIENCE = 1800  # seconds that a trained run waits for the classifier
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
-    """What is still to be run, what matters most first. The others are trained meanwhile, and wait for the judge."""
+    """The runs that are not done, by priority. They can be trained before the classifier is ready."""
     decay, halfway = {"shortcut": f"decay:{alpha}"}, {"shortcut": ends_in_the_middle(alpha, fields)}
     result: list[Job] = [
         ("sit | plain | seed 0", {"recipe": "sit", **PLAIN, "seed": 0}),
@@ -62,7 +63,7 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], alpha: str) -> list[Job]:
 
 
 def waiting(runs: list[Job], done: dict[str, Any], fields: dict[str, Any]) -> list[Job]:
-    """Those of the judge and these runs that are not done, with the settings that all runs have."""
+    """The classifier and those of `runs` that are not done, with the settings of all runs."""
     judge = {"recipe": "supervised", **fields["judge"], "data": fields["data"], "device": fields["device"]}
     common = {key: value for key, value in fields.items() if key not in NOT_OF_A_RUN}
     every = [("judge", judge), *((name, {**common, **config}) for name, config in runs)]
@@ -70,7 +71,7 @@ def waiting(runs: list[Job], done: dict[str, Any], fields: dict[str, Any]) -> li
 
 
 def ends_in_the_middle(alpha: str, fields: dict[str, Any]) -> str:
-    """A decay that falls over the first half of the sites and stays there, with the product of the one over all."""
+    """A decay over the first half of the sites, constant afterwards, with the same product as that over all sites."""
     from unskip.wiring import effective_decay, parse
 
     sites = 24 if fields["preset"] == "cifar" else 10
@@ -82,7 +83,7 @@ def ends_in_the_middle(alpha: str, fields: dict[str, Any]) -> str:
 
 
 def work(task: dict[str, Any]) -> dict[str, Any] | None:
-    """One run in this process, from its checkpoint where it has one; None where it was told to stop."""
+    """Trains or resumes, then evaluates, one run in this process; None if it was stopped."""
 
     import unskip
     from unskip.training import RunFolder
@@ -95,22 +96,22 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
     result: dict[str, Any] = {"config": {key: value for key, value in task["config"].items() if key != "data"}}
     judge = recipe == "supervised"
     try:
-        going = (folder / "config.json").exists()
-        outcome = unskip.resume(folder, quiet=True) if going else unskip.train(planned, folder, quiet=True)
+        resumed = (folder / "config.json").exists()
+        outcome = unskip.resume(folder, quiet=True) if resumed else unskip.train(planned, folder, quiet=True)
         if not outcome.finished:
             return None
         trained = time.perf_counter() - start
         result |= dict(outcome.evaluations)
-        result |= kept_judge(task, folder, planned) if judge else evaluated(task, folder)
+        result |= save_judge(task, folder, planned) if judge else evaluated(task, folder)
         result["judged_seconds"] = time.perf_counter() - start - trained
     except unskip.errors.TrainingError as error:
         broken = [row for row in RunFolder(folder).read("warnings.jsonl") if row["warning"] == "non-finite-loss"]
         if judge or not broken:
-            raise  # such as a full disk, after which it can go on
+            raise  # such as a full disk, after which the run can be resumed
         result["diverged"] = str(error).partition(": ")[2]
     finally:
         if judge and "weights" not in result:
-            failure(Path(task["judge"])).touch()
+            failure_file(Path(task["judge"])).touch()
     run = RunFolder(folder)
     metrics = run.read("metrics.jsonl")
     early = metrics[:20] + metrics[20 :: max(1, len(metrics) // 30)]
@@ -128,55 +129,55 @@ def work(task: dict[str, Any]) -> dict[str, Any] | None:
     return result
 
 
-def kept_judge(task: dict[str, Any], folder: Path, config: Any) -> dict[str, Any]:
-    """The judge's model alone, in a place of its own, and what it says of real images. It is there whole or not at all.
+def save_judge(task: dict[str, Any], folder: Path, config: Any) -> dict[str, Any]:
+    """Saves the classifier and its statistics of the training images to the folder --judge, in one atomic rename.
 
-    With it are the statistics of the images it is to compare with. Its weights are rounded to bfloat16, so that a
-    compressed archive of it is small: it goes to every machine that adds runs to the record.
+    Returns its hash and the distances of the test images. Its weights are rounded to bfloat16, so that a compressed
+    archive is small, since every machine that adds runs needs it.
     """
     import unskip
     from unskip.evals import extractor, generation
-    from unskip.evals import statistics as gathered
+    from unskip.evals import statistics as statistics_of
     from unskip.recipes import open_splits
     from unskip.training import RunFolder
 
     place, last = Path(task["judge"]), RunFolder.open(folder).last_checkpoint()
     assert last is not None
-    aside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
-    aside.mkdir(parents=True)
-    unskip.save(unskip.load(last[1]).bfloat16().float(), aside)
-    judge = extractor(aside, name="judge", device=task["device"])
+    temporary = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    unskip.save(unskip.load(last[1]).bfloat16().float(), temporary)
+    judge = extractor(temporary, name="judge", device=task["device"])
     train, test = open_splits(config)
     options: dict[str, Any] = {"size": config.size, "batch": task["batch"]}
-    reference = gathered(train, judge, cache=aside / "statistics", **options)
+    reference = statistics_of(train, judge, cache=temporary / "statistics", **options)
     real = generation(test, reference, judge, **options)
-    aside.rename(place)
+    temporary.rename(place)
     return {"weights": judge.key, "real": {**real, "n": len(test)}}
 
 
-def awaited(place: Path) -> Path:
-    """The judge's folder, when it is there."""
+def wait_for_judge(place: Path) -> Path:
+    """Waits until the folder of the classifier exists, and returns it."""
     end = time.monotonic() + PATIENCE
     while not place.is_dir():
-        if failure(place).exists() or time.monotonic() > end:
-            raise RuntimeError(f"{place}: no judge came; this run is trained, and the same command goes on with it")
+        if failure_file(place).exists() or time.monotonic() > end:
+            raise RuntimeError(f"{place}: no judge was saved; this run is trained, and the same command continues it")
         time.sleep(1)
     return place
 
 
-def failure(place: Path) -> Path:
-    """A file that says that the judge will not come."""
+def failure_file(place: Path) -> Path:
+    """The file that exists if the training of the classifier failed."""
     return place.with_name(f"{place.name}.failed")
 
 
 def evaluated(task: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Distances of samples, a grid of some, and features over blocks and times. Few large batches: few launches."""
+    """Evaluates a run: Fréchet distances, a picture of some samples, and features by block and time."""
     import unskip
     from unskip.evals import extractor
     from unskip.models import Sampling
     from unskip.recipes import evaluate_samples, open_run
 
-    run, place = open_run(folder), awaited(Path(task["judge"]))
+    run, place = open_run(folder), wait_for_judge(Path(task["judge"]))
     judge = extractor(place, name="judge", device=task["device"])
     options: dict[str, Any] = {"precision": run.config.precision, "batch": task["batch"]}
     result: dict[str, Any] = {"weights": sum(weight.numel() for weight in run.model.parameters())}
@@ -190,11 +191,11 @@ def evaluated(task: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     for cfg in dict.fromkeys((1.0, CFG, *task["guided"])):
         begin, how = time.perf_counter(), Sampling("heun", task["sampling_steps"], cfg)
-        judging = cfg == 1.0 or cfg in task["guided"]
-        samples = drawn(how, task["samples"] if judging else GRID)
+        full = cfg == 1.0 or cfg in task["guided"]
+        samples = drawn(how, task["samples"] if full else GRID)
         if cfg in (1.0, CFG):
             picture(samples.images[:GRID], Path(task["pictures"]), f"{task['word']}-cfg{cfg:g}")
-        if judging:
+        if full:
             values = distances(how, samples)
             result["generation"][f"{cfg:g}"] = {**values, "seconds": time.perf_counter() - begin}
     for steps in task["curve"]:
@@ -204,11 +205,11 @@ def evaluated(task: dict[str, Any], folder: Path) -> dict[str, Any]:
         result.setdefault("curve", {})[f"{values['evaluations']:g}"] = entry
     if task["levels"]:
         result["middle"] = middle_block(run, task["levels"], options)
-    return {**result, "features": known_by_blocks(run, task["times"], options)}
+    return {**result, "features": features_by_block(run, task["times"], options)}
 
 
 def middle_block(run: Any, levels: list[float], options: dict[str, Any]) -> dict[str, Any]:
-    """kNN of the test images at the middle block over noise levels: nothing is chosen, so nothing is held out."""
+    """Test kNN of the middle block by noise level; nothing is selected here, so there is no held-out set."""
     from unskip.recipes import evaluate_run
 
     begin = time.perf_counter()
@@ -217,18 +218,20 @@ def middle_block(run: Any, levels: list[float], options: dict[str, Any]) -> dict
     return {"block": rows[0].block, "n": rows[0].n, "knn20": found, "seconds": time.perf_counter() - begin}
 
 
-def known_by_blocks(run: Any, times: list[float], options: dict[str, Any]) -> dict[str, Any]:
-    """kNN and probes: a tenth of the training set chooses block and time, and the test set evaluates there."""
+def features_by_block(run: Any, times: list[float], options: dict[str, Any]) -> dict[str, Any]:
+    """kNN and probes; block and time are chosen on a held-out tenth of the training set, then tested."""
     from unskip.data._splits import HELD_OUT, divided
     from unskip.evals import evaluate, noised
     from unskip.recipes import evaluate_run, open_splits
 
     train, _ = open_splits(run.config)
-    rest, held = (train.select(rows) for rows in divided(train.labels, HELD_OUT))
+    rest, held_out_part = (train.select(rows) for rows in divided(train.labels, HELD_OUT))
     names = list(PROTOCOLS.values())
-    given = {"pool": "mean", "size": run.config.size, **options}
+    shared = {"pool": "mean", "size": run.config.size, **options}
     inputs = {time: noised(run.config.flow, time) for time in times}
-    sweep = {time: evaluate(run.model, rest, held, names, inputs=hook, **given) for time, hook in inputs.items()}
+    sweep = {
+        time: evaluate(run.model, rest, held_out_part, names, inputs=hook, **shared) for time, hook in inputs.items()
+    }
     result: dict[str, Any] = {}
     for number in PROTOCOLS:
         held_out = {f"{t:g}": by_block(rows, number) for t, rows in sweep.items()}
@@ -256,7 +259,7 @@ def picture(images: Any, folder: Path, name: str) -> None:
 
 
 def checked_judge(judge: dict[str, Any], place: Path) -> None:
-    """Distances over different judges do not compare."""
+    """Refuses a classifier other than that of the recorded runs, since their distances are not comparable."""
     from unskip.errors import UnskipError
     from unskip.evals import extractor
 
@@ -265,8 +268,8 @@ def checked_judge(judge: dict[str, Any], place: Path) -> None:
         result = extractor(place).key
     if result != judge["weights"]:
         raise SystemExit(
-            f"the judge of the runs that are there has the weights {judge['weights']}, and {place} holds "
-            f"{result or 'none'}: name its folder by --judge, or begin anew with another --out"
+            f"the judge of the recorded runs has weights {judge['weights']}, but {place} has "
+            f"{result or 'none'}: set --judge to its folder, or choose another --out"
         )
 
 
@@ -282,7 +285,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     graph = options.device == "cuda"
     fields: dict[str, Any] = {"preset": "cifar", "data": options.data, "device": options.device}
     fields |= {"steps": options.steps, "batch": options.batch, "compile": options.compile, "graph": graph}
-    # A checkpoint is half a gigabyte: written at the end, and where a run is stopped.
+    # Checkpoints are half a gigabyte, so they are written only at the end and when a run is stopped.
     fields |= {"evaluate_every": max(1, options.steps // 3), "checkpoint_every": options.steps, "log_every": 50}
     fields |= {"health": False, "samples": options.samples, "sampling_steps": options.sampling_steps}
     fields["times"] = [0.7, 0.8, 0.9, 0.95, 1.0]
@@ -291,36 +294,38 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     return {**fields, "judge": judge}
 
 
-def told(fields: dict[str, Any]) -> dict[str, Any]:
-    """The settings that decide a number; where and how fast it is computed does not."""
+def recorded_settings(fields: dict[str, Any]) -> dict[str, Any]:
+    """The settings that affect results, without those of location and speed."""
     speed = ("data", "device", "compile", "graph", *MORE)
     kept = {key: value for key, value in fields.items() if key not in speed}
     return {**kept, "judge": {key: value for key, value in kept["judge"].items() if key not in speed}}
 
 
 def arguments_of(description: str | None, out: str) -> argparse.ArgumentParser:
-    """The options of a study that has a judge."""
+    """The command-line options of a study with a classifier for Fréchet distances."""
     parser = arguments(description, out)
     parser.add_argument("--steps", type=int, default=15_000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--samples", type=int, default=10_000)
-    parser.add_argument("--sampling-steps", type=int, default=25, help="of Heun's, two evaluations of the network each")
+    parser.add_argument(
+        "--sampling-steps", type=int, default=25, help="steps of Heun's method, with two network evaluations each"
+    )
     parser.add_argument("--judge-epochs", type=float, default=25)
-    parser.add_argument("--judge-batch", type=int, default=2500, help="images at a time in sampling and evaluation")
-    parser.add_argument("--compile", action="store_true", help="compile each model: pays off in long runs")
-    parser.add_argument("--judge", type=Path, help="where the judge's weights are kept (default RUNS/STUDY-judge)")
-    parser.add_argument("--pictures", type=Path, help="where grids and figures go (default docs/img)")
+    parser.add_argument("--judge-batch", type=int, default=2500, help="batch size of sampling and evaluation")
+    parser.add_argument("--compile", action="store_true", help="compile each model; useful in long runs")
+    parser.add_argument("--judge", type=Path, help="folder of the classifier for FD-judge (default RUNS/STUDY-judge)")
+    parser.add_argument("--pictures", type=Path, help="folder of sample grids and figures (default docs/img)")
     return parser
 
 
-def carried_out(
+def run_study(
     script: str,
     options: argparse.Namespace,
     fields: dict[str, Any],
     word: str,
     jobs: Callable[[dict[str, Any]], list[Job]],
 ) -> dict[str, Any]:
-    """Runs what `jobs` still asks for, and returns all runs of the JSON; `word` is the name of the study."""
+    """Does the runs of `jobs`, and returns all runs in the JSON; `word` is the name of the study."""
     real = options.data is not None
     options.out = options.out or (ROOT / "docs" / "results" if real else ROOT / "build") / f"{word}.json"
     options.pictures = options.pictures or (ROOT / "docs" / "img" if real else ROOT / "build" / "img")
@@ -330,12 +335,12 @@ def carried_out(
         return shown
     from unskip.evals import PROTOCOLS as KNOWN
 
-    data = opened(options.out, told(fields))
+    data = opened(options.out, recorded_settings(fields))
     done: dict[str, Any] = data["runs"]
     data |= about(
         script,
         options.device,
-        told(fields),
+        recorded_settings(fields),
         protocols={name: KNOWN[name].to_dict() for name in PROTOCOLS.values()},
         splits="a tenth of the training set, held out of it, chooses block and time; the test set evaluates there",
         sampling={"sampler": "heun", "steps": fields["sampling_steps"], "reference": "the whole training set"},
@@ -344,12 +349,12 @@ def carried_out(
         checked_judge(done["judge"], options.judge)
     elif options.judge.exists():
         raise SystemExit(
-            f"{options.judge}: there is a judge that {options.out} knows nothing of. Go on with the JSON it belongs"
-            " to (--out), name another folder by --judge, or delete this one"
+            f"{options.judge} has a judge that is not recorded in {options.out}. Set --out to the JSON of its study,"
+            " choose another folder with --judge, or delete this one"
         )
     options.judge.parent.mkdir(parents=True, exist_ok=True)
-    failure(options.judge).unlink(missing_ok=True)
-    options.only = ["judge", *options.only]  # which any run needs; a single worker would wait for it in vain
+    failure_file(options.judge).unlink(missing_ok=True)
+    options.only = ["judge", *options.only]  # all runs need it; a single worker would otherwise wait forever
 
     def task_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
         task = {"config": config, "folder": str(folder_of(options.runs, name, config))}
@@ -366,7 +371,7 @@ def main() -> None:
     parser = arguments_of(__doc__, "sit-cifar.json; digits go to build/sit-digits.json")
     parser.add_argument("--alpha", default="0.8", help="alpha_min, or product=5e-3 for an effective decay")
     parser.add_argument(
-        "--guided", action="store_true", help=f"distances with guidance of {CFG:g} too: thrice the work"
+        "--guided", action="store_true", help=f"also distances with guidance {CFG:g}; three times the work"
     )
     options = parser.parse_args()
     if options.work:
@@ -374,7 +379,7 @@ def main() -> None:
         return
     fields = {**settings_of(options), "guided": [CFG] if options.guided else []}
     word = f"sit-{fields['preset']}"
-    done = carried_out(__file__, options, fields, word, lambda done: jobs(done, fields, options.alpha))
+    done = run_study(__file__, options, fields, word, lambda done: jobs(done, fields, options.alpha))
     print(judge_line(done) + table(done))
     if any("generation" in row for row in done.values()):
         figure(done, options.pictures / f"{word}.svg")

@@ -1,24 +1,24 @@
 """Decay in SiT and U-ViT: more seeds, three values of alpha_min, longer training, guidance, and fewer sampling steps.
 
     python benchmarks/sit_long.py --data "DATA/cifar10-{split}.parquet" --device cuda --compile --workers 2 --limit 1500
-    python benchmarks/sit_long.py                           # digits on the CPU, tiny models: to see that it runs
-    python benchmarks/sit_long.py --data ... --show         # tables and the figure of what is there; runs nothing
+    python benchmarks/sit_long.py                           # smoke test: tiny models on digits, on the CPU
+    python benchmarks/sit_long.py --data ... --show         # tables and the figure of the recorded runs; runs nothing
 
-    pair       long skips alone (two seeds) and with decay to 0.8
+    pair       only long skips (two seeds), and long skips with decay to 0.8
     alphas     decay to 0.7 and 0.9; the best of the three by FD-judge of seed 0 gets a second seed
-    longer     1.5 times the steps, long skips alone and with the best decay
-    uvit       its shortcuts kept and decayed to 0.8, two seeds each
+    longer     1.5 times the steps, only long skips and with the best decay
+    uvit       shortcuts kept and decayed to 0.8, two seeds each
     plain      SiT without long skips, two seeds
 
-Every run is trained and evaluated as in sit.py, and has besides: distances with guidance of 1.25, 1.5 and 2, distances
-without guidance at 4, 8, 16 and 32 evaluations of the network (NFE; 50 elsewhere), and kNN of the middle block at ten
-noise levels on the test set. Distances are over a judge of this study's own, trained as that of sit.py: those of the
-two records do not compare, so what is compared here is trained here.
+Every run is trained and evaluated as in sit.py. In addition, there are distances with guidance of 1.25, 1.5 and 2,
+distances without guidance at 4, 8, 16 and 32 network evaluations (NFE; 50 elsewhere), and test kNN of the middle block
+at ten noise levels. FD-judge uses a classifier of this study, trained as in sit.py: distances of the two records are
+not comparable, so all compared models are trained here.
 
-Cost on one H200, extrapolated from docs/results/sit-cifar.json, whose runs were trained three side by side: SiT 5 to 7
-minutes, 1.5 times the steps 7 to 9, U-ViT 3.5, the judge at most 3; all 14 runs about 80. Each is added to the JSON
-when it is done, and another machine goes on with the next, given the JSON and the judge, whose folder (--judge) packs
-to about 10 MB without `statistics`; these are made again.
+Cost on one H200, extrapolated from docs/results/sit-cifar.json, with three runs in parallel: SiT 5 to 7 minutes, 1.5
+times the steps 7 to 9, U-ViT 3.5, the classifier at most 3; all 14 runs about 80. Each run is added to the JSON when it
+is done, and another machine can continue, given the JSON and the classifier. Its folder (--judge) compresses to about
+10 MB without `statistics`, which are computed again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from _sit_results import ALPHAS, LONGER, best_decay, further_tables, judge_line, long_figure, table
 from _study import ROOT, Job, serve
-from sit import PLAIN, arguments_of, carried_out, settings_of, waiting, work
+from sit import PLAIN, arguments_of, run_study, settings_of, waiting, work
 
 SKIPS: dict[str, Any] = {"recipe": "sit", "shortcut": "keep"}
 
@@ -37,7 +37,7 @@ def decayed(recipe: str, alpha: str) -> dict[str, Any]:
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any]) -> list[Job]:
-    """What can be begun now, what matters most first. What needs the best decay follows when all three are there."""
+    """The runs that can start now, by priority. Runs with the best decay follow when all three decays are done."""
     steps = fields["steps"] * 3 // 2
     longer = {"steps": steps, "evaluate_every": max(1, steps // 3), "checkpoint_every": steps}
     runs: list[Job] = [
@@ -72,10 +72,8 @@ def main() -> None:
         fields["levels"] = [round(0.1 * level, 1) for level in range(1, 11)]
     word = f"sit-{fields['preset']}-long"
     figures = options.pictures or ROOT / ("docs/img" if options.data else "build/img")
-    options.pictures = (
-        options.pictures or ROOT / "build" / "img"
-    )  # grids of samples of every run: too many for the docs
-    done = carried_out(__file__, options, fields, word, lambda done: jobs(done, fields))
+    options.pictures = options.pictures or ROOT / "build" / "img"  # too many sample grids for the docs
+    done = run_study(__file__, options, fields, word, lambda done: jobs(done, fields))
     print(judge_line(done) + table(done))
     for about, text in further_tables(done).items():
         print(f"\n{about}\n\n{text}")

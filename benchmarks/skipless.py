@@ -1,13 +1,13 @@
-"""Does a ViT without skips keep up? Supervised training, with and without skips, under three optimizers.
+"""Compares supervised training of ViTs with and without skips, with three optimizers.
 
 python benchmarks/skipless.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 3 --limit 540
 python benchmarks/skipless.py                                             # digits on the CPU, a few epochs
 
-sweep    learning rates a factor of three apart, one seed, evaluated on a tenth of the training set that is held out;
-         rates are added until the best lies between two others
-final    at the best rate of each, three seeds evaluated on the test set, and with the skips of one kind alone cut
-time     once `--pace` has timed the optimizers, the same at the wall time of SOAP
-try      what might help a model without skips, and shortcuts that decay, one seed, held out; by block under SOAP
+sweep    learning rates a factor of three apart, one seed, evaluated on a held-out tenth of the training set; rates are
+         added until the best lies between two others
+final    at the best rate of each, three seeds evaluated on the test set; also with only the skips of one kind cut
+time     after `--pace` has timed the optimizers, the same at the wall time of SOAP
+try      possible remedies without skips, and decayed shortcuts, one seed, held out; with statistics by block for SOAP
 longer   three times the epochs, one seed: residual, skipless + init, and the best tries with and without skips
 """
 
@@ -32,9 +32,9 @@ WIRINGS: dict[str, dict[str, str]] = {
     "skipless + init": {"shortcut": "cut", "init": "skipless"},
 }
 GRID = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-RATES = {"adamw": (3e-4, 1e-3, 3e-3), "muon": (1e-3, 3e-3, 1e-2), "soap": (1e-3, 3e-3, 1e-2)}  # to begin with
+RATES = {"adamw": (3e-4, 1e-3, 3e-3), "muon": (1e-3, 3e-3, 1e-2), "soap": (1e-3, 3e-3, 1e-2)}  # the initial rates
 SEEDS = (0, 1, 2)
-# What is watched, and what might help; under SOAP.
+# References and possible remedies, with statistics by block; trained with SOAP.
 TRIES: dict[str, dict[str, Any]] = {
     "residual": {},
     "skipless": {"shortcut": "cut"},
@@ -52,19 +52,19 @@ TRIES: dict[str, dict[str, Any]] = {
     "decayed": {"shortcut": "decay:product=0.001"},
 }
 KNOWN = ("residual", "skipless", "skipless + init")
-# Under every optimizer, at its rate for the residual model.
+# Trained with every optimizer, at its best rate for the residual model.
 DECAYS = {"residual": "keep", "decayed to 0.1": "decay:product=0.1", "decayed to 0.01": "decay:product=0.01"}
 DECAYS |= {"decayed": "decay:product=0.001"}
 
 
 def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, float]) -> list[Job]:
-    """What is still to be run, what matters most first; what a missing result decides is not there yet."""
+    """The runs that are not done, by priority, without those whose settings depend on missing results."""
     sweep: list[Job] = []
     final: list[Job] = []
     longer: list[Job] = []
     for (wiring, changes), optimizer in itertools.product(WIRINGS.items(), RATES):
         config = {**fields, **changes, "optimizer": optimizer}
-        rates, best = swept(done, wiring, optimizer)
+        rates, best = sweep_of(done, wiring, optimizer)
         for rate in rates:
             trial = {**config, "lr": rate, "validate": True, "epochs": epochs[0]}
             sweep.append((f"sweep | {wiring} | {optimizer} | {rate:g}", trial))
@@ -82,19 +82,19 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], epochs: tuple[float, floa
                 more = round(epochs[1] * pace["soap"] / pace[optimizer], 1)
                 longer.append((f"time | {wiring} | {name}", {**config, "seed": seed, "epochs": more}))
     final.sort(key=lambda job: job[1]["seed"])
-    tries = [*tried(done, fields, epochs[1])]
+    tries = [*tries_of(done, fields, epochs[1])]
     return [(name, config) for name, config in sweep + final + longer + tries if name not in done]
 
 
-def tried(done: dict[str, Any], fields: dict[str, Any], epochs: float) -> Iterator[Job]:
-    """Each remedy at the rate that was best for skipless + init, the residual model at its own."""
-    own, base = (swept(done, wiring, "soap")[1] for wiring in ("skipless + init", "residual"))
-    if own is None or base is None:
+def tries_of(done: dict[str, Any], fields: dict[str, Any], epochs: float) -> Iterator[Job]:
+    """Yields each remedy at the best rate of skipless + init, and the residual model at its own best rate."""
+    skipless_rate, base = (sweep_of(done, wiring, "soap")[1] for wiring in ("skipless + init", "residual"))
+    if skipless_rate is None or base is None:
         return
     names = {}
     for name, changes in TRIES.items():
         config = {**fields, **changes, "optimizer": "soap", "epochs": epochs}
-        config["lr"] = (base if name == "residual" else own) * changes.get("lr", 1)
+        config["lr"] = (base if name == "residual" else skipless_rate) * changes.get("lr", 1)
         names[name] = f"try | {name} | soap | {config['lr']:g}"
         yield names[name], {**config, "validate": True, "watch": True}
         if name in ("residual", "skipless + init"):
@@ -103,26 +103,32 @@ def tried(done: dict[str, Any], fields: dict[str, Any], epochs: float) -> Iterat
         for best in remedies(done, names):
             changes = TRIES[best]
             for seed in SEEDS:
-                config = {**fields, **changes, "optimizer": "soap", "epochs": epochs, "lr": own * changes.get("lr", 1)}
+                config = {
+                    **fields,
+                    **changes,
+                    "optimizer": "soap",
+                    "epochs": epochs,
+                    "lr": skipless_rate * changes.get("lr", 1),
+                }
                 yield f"final | {best} | soap | {config['lr']:g} | seed {seed}", {**config, "seed": seed}
                 if seed == 0:
                     yield f"longer | {best} | soap | {config['lr']:g} | seed 0", {**config, "epochs": 3 * epochs}
     for optimizer, (name, shortcut) in itertools.product(RATES, DECAYS.items()):
-        rate = swept(done, "residual", optimizer)[1]
+        rate = sweep_of(done, "residual", optimizer)[1]
         if rate is not None and not (optimizer == "soap" and name in TRIES):
             config = {**fields, "optimizer": optimizer, "epochs": epochs, "lr": rate, "validate": True}
             yield f"try | {name} | {optimizer} | {rate:g}", {**config, "shortcut": shortcut}
 
 
 def remedies(done: dict[str, Any], names: dict[str, str]) -> list[str]:
-    """The best try that has no skips, and the best that has some."""
-    worth = {name: done[run].get("val_accuracy", 0.0) for name, run in names.items() if name not in KNOWN}
-    cut = {name for name in worth if TRIES[name]["shortcut"] == "cut"}
-    return [max(group, key=worth.__getitem__) for group in (cut, worth.keys() - cut)]
+    """The best try without skips, and the best with skips."""
+    accuracy = {name: done[run].get("val_accuracy", 0.0) for name, run in names.items() if name not in KNOWN}
+    cut = {name for name in accuracy if TRIES[name]["shortcut"] == "cut"}
+    return [max(group, key=accuracy.__getitem__) for group in (cut, accuracy.keys() - cut)]
 
 
-def swept(done: dict[str, Any], wiring: str, optimizer: str) -> tuple[list[float], float | None]:
-    """The rates to be tried, and the best once it is known not to lie at their edge."""
+def sweep_of(done: dict[str, Any], wiring: str, optimizer: str) -> tuple[list[float], float | None]:
+    """The rates of the sweep, and the best one; None until it is known and not at the edge."""
     first, last = GRID.index(RATES[optimizer][0]), GRID.index(RATES[optimizer][-1])
     while True:
         rates = GRID[first : last + 1]
@@ -140,7 +146,7 @@ def swept(done: dict[str, Any], wiring: str, optimizer: str) -> tuple[list[float
 
 
 def pace(fields: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Seconds a step of every optimizer, with and without skips, measured with nothing beside it."""
+    """Seconds per step of every optimizer, with and without skips; nothing else should run."""
     import unskip
 
     result: dict[str, dict[str, float]] = {}
@@ -154,7 +160,7 @@ def pace(fields: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def work(config: dict[str, Any]) -> dict[str, Any] | None:
-    """One run, in this process; None where it was told to stop."""
+    """Trains and evaluates one run in this process; None if it was stopped."""
     import unskip
     from unskip.recipes import build_task
     from unskip.training import RunFolder, run_task
@@ -164,7 +170,7 @@ def work(config: dict[str, Any]) -> dict[str, Any] | None:
     watch = fields.pop("watch", False)
     planned = unskip.recipes.supervised(fields.pop("preset"), **fields)
     with tempfile.TemporaryDirectory() as folder:
-        if "{half}" in planned.shortcut:  # of a run whose length its data decides
+        if "{half}" in planned.shortcut:  # the number of steps depends on the data
             _, schedule = build_task(replace(planned, shortcut="keep"))
             planned = replace(planned, shortcut=planned.shortcut.format(half=schedule.steps // 2))
         task, schedule = build_task(planned)
@@ -181,9 +187,9 @@ def work(config: dict[str, Any]) -> dict[str, Any] | None:
         except unskip.errors.TrainingError as error:
             result["diverged"] = str(error).partition(": ")[2]
         rows, raised, evaluations = (run.read(f"{name}.jsonl") for name in ("metrics", "warnings", "evals"))
-    told = {key: value for key, value in config.items() if key not in ("data", "device")}
+    recorded = {key: value for key, value in config.items() if key not in ("data", "device")}
     curve = [[row["step"], row["loss"]] for row in rows[:: max(1, len(rows) // 25)]]
-    result |= {"seconds": time.perf_counter() - start, "loss": curve, "config": told}
+    result |= {"seconds": time.perf_counter() - start, "loss": curve, "config": recorded}
     if rows:
         result["images_per_second"] = statistics.median(row["samples_per_second"] for row in rows)
     if watch:
@@ -195,7 +201,7 @@ def work(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def watched(model: Any, sample: Any) -> dict[str, float]:
-    """By block: how alike tokens are, their rank, attention to oneself, inverse conditions of attention, W_V W_O."""
+    """By block: token cosine and rank, self-attention, inverse condition numbers of attention and of W_V W_O."""
     import torch
 
     import unskip
@@ -204,7 +210,7 @@ def watched(model: Any, sample: Any) -> dict[str, float]:
     for index, tokens in unskip.features(model, sample, pool=None).items():
         unit = torch.nn.functional.normalize(tokens.double(), dim=-1)
         count = tokens.shape[1]
-        others = (unit @ unit.mT).sum((1, 2)) - count  # of a token with itself it is 1
+        others = (unit @ unit.mT).sum((1, 2)) - count  # without the cosine of a token with itself, 1
         result[f"cosine[{index}]"] = float(others.mean()) / (count * (count - 1))
     seen = unskip.measure(model, sample, jacobians="off").to_dict()
     for index, row in enumerate(seen["blocks"]):
@@ -218,7 +224,7 @@ def watched(model: Any, sample: Any) -> dict[str, float]:
 
 
 def values_of(row: dict[str, Any], name: str) -> Iterator[float]:
-    """The values of a number by block."""
+    """Yields the values of a statistic by block."""
     index = 0
     while f"{name}[{index}]" in row:
         yield float(f"{row[f'{name}[{index}]']:.4g}")
@@ -226,7 +232,7 @@ def values_of(row: dict[str, Any], name: str) -> Iterator[float]:
 
 
 def groups(done: dict[str, Any]) -> dict[tuple[str, str, str, str], list[dict[str, Any]]]:
-    """Runs that differ in their seed alone, together: by kind, wiring, optimizer and rate."""
+    """Runs grouped by kind, wiring, optimizer and rate: those of a group differ only in their seed."""
     result: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for name, row in done.items():
         kind, *rest = name.split(" | ")
@@ -236,12 +242,12 @@ def groups(done: dict[str, Any]) -> dict[tuple[str, str, str, str], list[dict[st
 
 
 def accuracies(rows: list[dict[str, Any]]) -> list[float]:
-    """In per cent, of the runs that came to their end."""
+    """Accuracies in per cent of the runs that did not diverge."""
     return [100 * row.get("test_accuracy", row.get("val_accuracy")) for row in rows if "diverged" not in row]
 
 
 def table(done: dict[str, Any]) -> str:
-    """A line for each configuration: mean and spread over its seeds."""
+    """Markdown table with one row per configuration: mean and standard deviation over seeds."""
     lines = ["| | wiring | optimizer | lr | epochs | seeds | accuracy | |", "|---" * 8 + "|"]
     for (kind, wiring, optimizer, rate), rows in sorted(groups(done).items()):
         values = accuracies(rows)
@@ -256,8 +262,10 @@ def table(done: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__, "skipless-cifar.json, or -digits")
-    parser.add_argument("--pace", action="store_true", help="time the optimizers, with nothing beside them, and end")
-    parser.add_argument("--epochs", type=float, nargs=2, default=(5, 20), help="of the sweep, and of the final runs")
+    parser.add_argument("--pace", action="store_true", help="only time the optimizers; nothing else should run")
+    parser.add_argument(
+        "--epochs", type=float, nargs=2, default=(5, 20), help="epochs of the sweep, and of the final runs"
+    )
     options = parser.parse_args()
     if options.work:
         serve(work)

@@ -1,21 +1,22 @@
-"""What closes the gap of a ViT without skips? Weight decay, starts, heads and optimizer settings, one by one.
+"""Tests which settings close the gap of a ViT without skips: weight decay, initialisation, heads, optimizer settings.
 
 python benchmarks/skipless_gap.py --data "DATA/cifar10-{split}.parquet" --device cuda --workers 8 --limit 1600
 python benchmarks/skipless_gap.py --stage 2 --data ... --out docs/results/skipless-long.json
-python benchmarks/skipless_gap.py --only grid                             # digits on the CPU, six steps a run
+python benchmarks/skipless_gap.py --only grid                             # digits on the CPU, six steps per run
 
-Every run, with skips or without, has mean pooling and a strong position code unless its name says otherwise. Settings
-are chosen on a tenth of the training set that is held out.
+Every run, with or without skips, has mean pooling and a strong position code unless its name differs. Settings are
+chosen on a held-out tenth of the training set.
 
 grid      learning rate x weight decay for each wiring
-factor    one thing changed in the model without skips, from the shaped start, at lr 3e-3 and weight decay 0.3
-control   one thing changed in the residual model, at lr 3e-3 and weight decay 1
-mix       heads that carry tokens and heads that mix them (stage 2, 20 epochs, first)
-hold      how steadily the weights that carry tokens are held: trained, slowed down, fixed; heads alone, or MLPs by
-          mirrored pairs of units, too (stage 2, 20 epochs)
-long      100 epochs with mixup and cutmix, weight decays and ways to keep tokens apart, on held-out images (stage 2)
+factor    one change to the model without skips, with shaped initialisation, at lr 3e-3 and weight decay 0.3
+control   one change to the residual model, at lr 3e-3 and weight decay 1
+mix       some heads start as orthogonal maps of each token ("carrying heads"), others mix tokens (stage 2, 20 epochs,
+          first)
+hold      the weights of these maps are trained, trained at a lower rate, or frozen; only in heads, or also in MLPs as
+          mirrored pairs of units (stage 2, 20 epochs)
+long      100 epochs with mixup and cutmix, several weight decays and settings of `hold`, on held-out images (stage 2)
 final     100 epochs with mixup and cutmix, test set (stage 2): residual at two weight decays, the best of `mix` without
-          skips, MLPs' skips alone cut; each also rounded to few bits
+          skips, and only the MLPs' skips cut; each also quantised to few bits
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from _tables import LONG as LONG_ROWS
 from _tables import runs
 
 PAPER: Config = {"alpha": 1.8, "beta": 1.0, "c": 3.0, "gain": 1.0, "bias": None}
-EVEN: Config = {"c": 1.0, "gain": 1.0}  # branches as long as a stream that is kept
+EVEN: Config = {"c": 1.0, "gain": 1.0}  # branch outputs with the norm of the residual stream
 WIRINGS: dict[str, Config] = {
     "residual": {"shortcut": "keep", "start": False},
     "cut, shaped": {},
@@ -86,7 +87,7 @@ FACTORS: dict[str, Config] = {
     "bias 0": {"bias": 0.0},
     "bias 3": {"bias": 3.0},
     "Muon 3e-3": {"optimizer": "muon"},
-    # from here on not run yet
+    # not run yet:
     "c 27, gain 27": {"c": 27.0, "gain": 27.0},
     "alpha 1.8": {"alpha": 1.8},
     "alpha 0.5": {"alpha": 0.5},
@@ -96,14 +97,14 @@ FACTORS: dict[str, Config] = {
 }
 CONTROLS: dict[str, Config] = {
     "biases decay, too": {"decays": "all"},
-    # from here on not run yet
+    # not run yet:
     "refresh every step": {"refresh": 1},
     "class token, timm's position embedding": {"pool": "token", "code": None},
     "6 heads": {"heads": 6},
     "1 head": {"heads": 1},
     "half-whitened patches": {"whiten": -0.25},
 }
-OWN, CONTROL = (3e-3, 0.3), (3e-3, 1.0)  # the best of the two full grids
+OWN, CONTROL = (3e-3, 0.3), (3e-3, 1.0)  # (learning rate, weight decay): the best of the two full grids
 
 
 def at(wiring: str, place: tuple[float, float], **changes: Any) -> Config:
@@ -112,7 +113,7 @@ def at(wiring: str, place: tuple[float, float], **changes: Any) -> Config:
 
 
 def stage_one(done: dict[str, Any]) -> Iterator[Job]:
-    """Single factors, 20 epochs."""
+    """Yields the runs of single factors, 20 epochs."""
     for wiring, places in GRID.items():
         yield from ((f"grid | {wiring} | {lr:g} | {decay:g}", at(wiring, (lr, decay))) for lr, decay in places)
     for name, changes in FACTORS.items():
@@ -124,7 +125,7 @@ def stage_one(done: dict[str, Any]) -> Iterator[Job]:
 # --- Stage 2: 100 epochs ----------------------------------------------------------------------------------------------
 
 ALL: Config = {"decays": "all"}
-WIDE: Config = {"heads": 6, "head_dim": 64}  # twice the attention: three heads can carry the stream, three can mix
+WIDE: Config = {"heads": 6, "head_dim": 64}  # twice the attention width: three carrying heads, three for mixing
 CARRY: Config = {**ALL, **WIDE, "target": 0.97, "even": 3}
 MIX: dict[str, Config] = {
     "3 of 6 wide heads carry": at("cut, shaped", OWN, **CARRY, carry=0.3),
@@ -137,7 +138,7 @@ FINAL: Config = {**LONG, "validate": False, "quantise": True}
 FIXED: Config = {"fixed": True}
 HELD: Config = {**FIXED, "c": 1.0, "carry_rate": 0.0}
 EVENLY: Config = {**FIXED, "c": 1.0, "gain": 1.0, "pairs": 1.0}
-HOLD: dict[str, Config] = {  # what is changed in "3 of 6 wide heads carry", with W_Q and W_K of carrying heads fixed
+HOLD: dict[str, Config] = {  # changes to "3 of 6 wide heads carry", with W_Q and W_K of carrying heads frozen
     "shaped MLPs": FIXED,
     "shaped MLPs, carrying V and O fixed": HELD,
     "pairs": {**FIXED, "pairs": 3.0, "gain": 3.0},
@@ -149,7 +150,7 @@ HOLD: dict[str, Config] = {  # what is changed in "3 of 6 wide heads carry", wit
     "pairs, carrying weights fixed, mix 1": {**EVENLY, "carry_rate": 0.0, "carry": 1.0},
     "pairs, carrying weights fixed, weight decay 1": {**EVENLY, "carry_rate": 0.0, "weight_decay": 1.0},
 }
-LONGER: dict[tuple[str, float], Config] = {  # wiring, what is changed in it; weight decay
+LONGER: dict[tuple[str, float], Config] = {  # (wiring and change, weight decay)
     ("no skips, carrying heads fixed", 0.3): FIXED,
     ("no skips, carrying heads fixed", 0.1): FIXED,
     ("no skips, carrying heads fixed", 0.03): FIXED,
@@ -165,25 +166,25 @@ LONGER: dict[tuple[str, float], Config] = {  # wiring, what is changed in it; we
     ("no skips, pairs, carrying weights x 0.1", 0.1): HOLD["pairs, carrying weights x 0.1"],
     ("no skips, shaped MLPs, carrying V and O fixed", 0.3): HELD,
     ("no skips, pairs, c 3", 0.1): HOLD["pairs, c 3"],
-    # from here on not run yet
+    # not run yet:
     ("no skips, pairs, carrying V and O fixed", 0.3): HOLD["pairs, carrying V and O fixed"],
     ("no skips, shaped MLPs, carrying V and O fixed", 0.17): HELD,
     ("no skips, shaped MLPs, carrying V and O fixed", 0.6): HELD,
     ("no skips, shaped MLPs, carrying V and O fixed, refresh every step", 0.3): {**HELD, "refresh": 1},
     ("residual, refresh every step", 0.3): {"refresh": 1},
 }
-COMPILED = ("residual", "cut, shaped", "MLPs cut, shaped")  # what is compiled for the runs of 100 epochs
+COMPILED = ("residual", "cut, shaped", "MLPs cut, shaped")  # wirings compiled before the runs of 100 epochs
 SEEDS = (0, 1, 2)
 
 
 def stage_two(done: dict[str, Any]) -> Iterator[Job]:
-    """Mixing heads, then 100 epochs with mixup and cutmix of the best of either side."""
+    """Yields the runs with carrying heads, then those of 100 epochs with mixup and cutmix."""
     yield from ((f"mix | {name}", config) for name, config in MIX.items())
     if not all(f"mix | {name}" in done for name in MIX):
         return
-    without = {name: config for name, config in MIX.items() if not name.startswith("residual")}
+    skipless = {name: config for name, config in MIX.items() if not name.startswith("residual")}
     finals = {"residual": MIX["residual; 6 wide heads"]}
-    finals["no skips"] = without[max(without, key=lambda name: value(done[f"mix | {name}"]))]
+    finals["no skips"] = skipless[max(skipless, key=lambda name: value(done[f"mix | {name}"]))]
     finals["MLPs cut"] = at("MLPs cut, shaped", OWN, **ALL, **WIDE)
     finals["residual, weight decay 0.3"] = {**finals["residual"], "weight_decay": 0.3}
     for name, changes in HOLD.items():
@@ -193,19 +194,19 @@ def stage_two(done: dict[str, Any]) -> Iterator[Job]:
         base = name.partition(", ")[0]
         longer[f"long | {name} | {decay:g}"] = {**finals[base], **LONG, **changes, "weight_decay": decay}
     yield from longer.items()
-    without = {name: config for name, config in longer.items() if "no skips" in name and name in done}
-    if without:
-        best = max(without, key=lambda name: value(done[name]))
-        finals[best.removeprefix("long | ").replace(" | ", ", weight decay ")] = without[best]
+    skipless = {name: config for name, config in longer.items() if "no skips" in name and name in done}
+    if skipless:
+        best = max(skipless, key=lambda name: value(done[name]))
+        finals[best.removeprefix("long | ").replace(" | ", ", weight decay ")] = skipless[best]
     for seed, name in itertools.product(SEEDS, finals):
         yield f"final | {name} | seed {seed}", {**finals[name], **FINAL, "seed": seed}
 
 
-# --- What it shows ----------------------------------------------------------------------------------------------------
+# --- Results ----------------------------------------------------------------------------------------------------------
 
 
 def table(done: dict[str, Any]) -> str:
-    """A line a run, the best on held-out images first; final runs by setting."""
+    """Markdown table of runs, sorted by held-out accuracy, then one line per setting of the final runs."""
     lines = ["| run | lr | weight decay | held out | EMA | training loss | last cosine |", "|---" * 7 + "|"]
     for name, row in sorted(done.items(), key=lambda item: -value(item[1])):
         if name.startswith("final"):
@@ -226,7 +227,7 @@ def table(done: dict[str, Any]) -> str:
 
 
 def figure(done: dict[str, Any], file: Path) -> None:
-    """Accuracy by weight decay; training loss against accuracy; how alike tokens are and where attention looks."""
+    """Draws accuracy by weight decay, accuracy against training loss, and self-attention by block."""
     pyplot = drawing("skipless-gap")
     image, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     lines = {
@@ -268,7 +269,7 @@ def figure(done: dict[str, Any], file: Path) -> None:
 
 
 def long_figure(file: Path) -> None:
-    """After 100 epochs: test accuracy, a point a seed; how alike tokens are by block; accuracy by bits."""
+    """Draws, after 100 epochs, test accuracy (one point per seed), token cosine by block and accuracy by bits."""
     pyplot = drawing("skipless-long")
     image, axes = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     bits = ("8", "6", "4")
@@ -305,7 +306,7 @@ def long_figure(file: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__, "skipless-gap.json, or -gap-digits")
     parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--steps", type=int, help="of every run, to see that it works")
+    parser.add_argument("--steps", type=int, help="steps of every run, for a smoke test")
     options = parser.parse_args()
     if options.work:
         serve(work)
@@ -321,7 +322,7 @@ def main() -> None:
     done = data["runs"]
     if not options.show:
         data |= about(__file__, options.device, settings, base=BASE, ema=EMA)
-        # A short run of each model fills the compiler's cache before several workers begin.
+        # A short run of each model fills the compiler cache before several workers start.
         wide = [at(name, OWN, **ALL, **WIDE, **LONG) for name in COMPILED]
         shapes = [at("cut, shaped", OWN)] if options.stage == 1 else wide
         first = [(f"warm {index}", {**each, "steps": 8}) for index, each in enumerate(shapes)]

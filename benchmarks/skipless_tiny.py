@@ -1,21 +1,22 @@
-"""Does a ViT-S without skips keep up with a residual one on Tiny-ImageNet-200? The claim of arXiv 2510.00345.
+"""Compares ViT-S with and without skips on Tiny-ImageNet-200, to test the claim of arXiv 2510.00345.
 
 python benchmarks/skipless_tiny.py --data "DATA/tinyimagenet200-{split}*.parquet" --pets "DATA/pets-{split}.parquet" \\
     --device cuda --workers 2 --limit 1500 --only "rate | no skips" "final | no skips"
-python benchmarks/skipless_tiny.py                                        # digits on the CPU, six steps a run
+python benchmarks/skipless_tiny.py                                        # digits on the CPU, six steps per run
 
-384 wide, 12 blocks, patches of 8, twelve heads of 64, mean pooling, orthogonal position embeddings; SOAP with mixup and
-cutmix, weight decay 0.3.
+Models have width 384, 12 blocks, patches of 8, twelve heads of 64, mean pooling and orthogonal position embeddings.
+They are trained with SOAP, mixup and cutmix, and weight decay 0.3.
 
-rate      20 epochs at three learning rates for each wiring, on a tenth of the training set that is held out
-final     100 epochs (--epochs) of each kind of wiring, as its best run of `rate` was; a second seed for residual and no
-          skips. Accuracy at 1 and 5, and mean IoU of pets by block from the frozen features
+rate      20 epochs at three learning rates for each wiring, evaluated on a held-out tenth of the training set
+final     100 epochs (--epochs) of each kind of wiring, with the settings of its best run of `rate`; a second seed for
+          residual and no skips. Top-1 and top-5 accuracy, and mean IoU on pets by block from frozen features
 
-Without skips six heads carry tokens and are frozen. "Paired units": half of an MLP's units start as mirrored pairs,
-which pass tokens on; they and W_V, W_O of carrying heads are trained at a tenth of the rate, or at 0.3 of it. "Shifted
-units": a quarter pass tokens on, with a bias of 4, where GELU is nearly linear. Is what is left of the gap the weights
-that pass tokens on? "Wider, no skips" adds as many heads and units as carry; "narrower, residual" has only as many as
-do not carry without skips.
+Without skips, six heads start as orthogonal maps of each token ("carrying heads") and are frozen. "Paired units": half
+of the units of an MLP start as mirrored pairs, which compute an orthogonal map; these and W_V, W_O of carrying heads
+are trained at a tenth of the learning rate, or at 0.3 of it. "Shifted units": a quarter of the units do the same, with
+a bias of 4, where GELU is nearly linear. Two wirings test whether the rest of the gap is the capacity used for these
+maps: "wider, no skips" adds as many heads and units as they use, and "narrower, residual" has only as many as the model
+without skips has besides them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ RATES = (3e-3, 1.5e-3, 7.5e-4)
 
 
 def jobs(done: dict[str, Any], epochs: int) -> list[Job]:
-    """What is still to be run, the choice of rates first."""
+    """The runs that are not done, the learning-rate search first."""
     runs: list[Job] = []
     chosen: dict[str, tuple[float, str, Config]] = {}  # by kind of wiring: held-out accuracy, name, config
     for name, own in WIRINGS.items():
@@ -63,7 +64,7 @@ def jobs(done: dict[str, Any], epochs: int) -> list[Job]:
 
 
 def table(done: dict[str, Any]) -> str:
-    """A line a run."""
+    """Markdown table with one row per run."""
     lines = ["| run | accuracy | top 5 | training loss | mean IoU, last block | best block |", "|---" * 6 + "|"]
     for name, row in done.items():
         if name.startswith("rate"):
@@ -81,7 +82,7 @@ def table(done: dict[str, Any]) -> str:
 def main() -> None:
     parser = arguments(__doc__, "skipless-tiny.json, or -digits")
     parser.add_argument("--pets", help="images with masks, for the segmentation probe")
-    parser.add_argument("--steps", type=int, help="of every run, to see that it works")
+    parser.add_argument("--steps", type=int, help="steps of every run, for a smoke test")
     parser.add_argument("--epochs", type=int, default=100)
     options = parser.parse_args()
     if options.work:

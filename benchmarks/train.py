@@ -1,14 +1,15 @@
-"""What the loop costs: supervised training through all of it, against the bare compiled step.
+"""Compares the speed of the whole supervised training loop with that of the bare compiled step.
 
     python benchmarks/train.py                         # on a GPU: ViT-B/16 at 224 px, and 192 x 12 at 32 px
-    python benchmarks/train.py --small --device cpu    # at a size for a CPU, to see that it runs
+    python benchmarks/train.py --small --device cpu    # smoke test at a size for a CPU
 
-    bare      timm's model compiled, one resident batch of floats, cross-entropy, bf16 autocast, fused AdamW
-    + clip    the same with the gradient's norm clipped and the accuracy counted, as the recipe does
+    bare      the compiled timm model, one float batch on the device, cross-entropy, bf16 autocast, fused AdamW
+    + clip    the same with gradient clipping and training accuracy, as in the recipe
     loop      `unskip.training.train`: bytes on the device, random resized crop and flip, clip, log, schedule
-    feed      the loop's batches alone, without a model
+    feed      only the batches of the loop, without a model
 
-The bare step and the loop take turns, and the ratio is that of neighbours. JSON goes to docs/results/train-gpu.json.
+The bare step and the loop alternate, and the ratio is of adjacent measurements. The JSON is written to
+docs/results/train-gpu.json.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 class Case:
-    """One model and batch; each method returns images a second."""
+    """A model and batch size, with methods that measure images per second."""
 
     def __init__(self, name: str, size: int, batch: int, arguments: dict[str, Any] | None = None) -> None:
         self.name, self.size, self.batch, self.arguments = name, size, batch, arguments or {}
@@ -89,7 +90,7 @@ class Case:
         return lambda: self.batch * steps / seconds(lambda: [step() for _ in range(steps)], device)
 
     def loop(self, device: str, steps: int, compiled: torch.nn.Module, feed: Feed, graph: bool = False) -> float:
-        """The whole loop from a fresh optimizer; the first third is not counted."""
+        """Images per second of the whole loop with a new optimizer, without the first third of the steps."""
         optimizer = unskip.optim.build(compiled, "adamw", 1e-4, 0.05)
 
         def loss(network: Any, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -131,19 +132,19 @@ def seconds(work: Callable[[], object], device: str) -> float:
 
 
 def compare(case: Case, device: str, steps: int, rounds: int) -> dict[str, Any]:
-    """Images a second of each, the median over rounds, and ratios between neighbours in time."""
+    """Median images per second of each variant over rounds, and ratios of adjacent measurements."""
     bare, clipped = case.bare(device, steps, clip=False), case.bare(device, steps, clip=True)
     model, feed = case.model(device), case.feed(device)
     rates: dict[str, list[float]] = {"bare": [], "+ clip": [], "loop": [], "loop, one graph": [], "feed": []}
-    case.loop(device, 4, model, feed)  # compiles
+    case.loop(device, 4, model, feed)  # compilation
     for _ in range(rounds):
         rates["bare"].append(bare())
         rates["+ clip"].append(clipped())
         rates["loop"].append(case.loop(device, steps, model, feed))
         rates["loop, one graph"].append(case.loop(device, steps, model, feed, graph=True))
-        passed = 4 * steps
+        batches = 4 * steps
         rates["feed"].append(
-            case.batch * passed / seconds(lambda: [None for _ in feed.iterate(0, passed)], device)  # noqa: B023
+            case.batch * batches / seconds(lambda: [None for _ in feed.iterate(0, batches)], device)  # noqa: B023
         )
     ratios = [a / b for a, b in zip(rates["loop"], rates["bare"], strict=True)]
     overheads = [b / a - 1 for a, b in zip(rates["loop"], rates["+ clip"], strict=True)]
@@ -156,7 +157,7 @@ def compare(case: Case, device: str, steps: int, rounds: int) -> dict[str, Any]:
 
 
 def kernels(work: Callable[[], object]) -> dict[str, float]:
-    """Share of the device's time by kind of kernel, over a few steps of the loop."""
+    """Share of device time by kind of kernel, in a few steps of the loop."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
@@ -168,7 +169,7 @@ def kernels(work: Callable[[], object]) -> dict[str, float]:
     times: dict[str, float] = {}
     for event in trace.key_averages():
         name = event.key.lower()
-        if "dtoh" in name:  # the checkpoint at the end, which is no part of a step
+        if "dtoh" in name:  # the checkpoint at the end, not part of a step
             continue
         kind = next((kind for kind, words in kinds.items() if any(word in name for word in words)), "other")
         times[kind] = times.get(kind, 0.0) + event.self_device_time_total
@@ -178,13 +179,13 @@ def kernels(work: Callable[[], object]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--small", action="store_true", help="a model for a CPU; its numbers are not kept")
+    parser.add_argument("--small", action="store_true", help="smoke test with a model for a CPU; writes no JSON")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device; --small --device cpu shows that it runs")
+        raise SystemExit("this benchmark needs a CUDA device; use --small --device cpu for a smoke test")
     record: dict[str, Any] = {
         **made_with(__file__, options.device, "timm"),
         "unit": "images a second",

@@ -1,19 +1,19 @@
-"""How fast is a training step of DINO ViT-S/16 with 2 crops of 224 px and 8 of 96, against the published step?
+"""Compares the speed of a DINO training step (ViT-S/16, crops of 2 x 224 px and 8 x 96 px) with the published step.
 
     python benchmarks/train_dino.py                          # on a GPU: batch 128
-    python benchmarks/train_dino.py --small --device cpu     # at a size for a CPU, to see that it runs
+    python benchmarks/train_dino.py --small --device cpu     # smoke test at a size for a CPU
 
-    published            crops of one size joined to a batch, the head once for all, every pair of crops in the loss;
-                         each gradient clipped by itself, as the host decides, the EMA one weight at a time, and the
-                         loss read at every step
-    published, foreach   the same model and loss; gradients clipped by their total norm and the EMA taken at once, and
-                         nothing read by the host
-    ours                 `unskip.models.DINO` with the step of the recipe: the same loss, without its pairs written out
+    published            crops of one size concatenated to a batch, one call of the head, a loop over pairs of crops in
+                         the loss; each gradient clipped by its own norm, with a host sync, the EMA of one weight at a
+                         time, and the loss read at every step
+    published, foreach   the same model and loss; gradients clipped by their total norm, the EMA of all weights at once,
+                         and no host sync
+    ours                 `unskip.models.DINO` with the step of the recipe: the same loss without a loop over pairs
 
-All have the same ViT of timm with fused attention, drop path 0.1 and a head of 65,536 outputs; forward and loss are
-compiled, under bf16 autocast, with fused AdamW, on crops that lie on the device. They take turns, and the ratio is that
-of neighbours. Before that the losses of the same weights and crops are compared, in float32 and under autocast. JSON
-goes to docs/results/train-dino-gpu.json.
+All have the same timm ViT with fused attention, drop path 0.1 and a head of 65,536 outputs; forward and loss are
+compiled, with bf16 autocast, fused AdamW, and crops on the device. They alternate, and ratios are of adjacent
+measurements. First, the losses for the same weights and crops are compared, in float32 and with autocast. The JSON is
+written to docs/results/train-dino-gpu.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from unskip.models import DINO
 ROOT = Path(__file__).resolve().parent.parent
 BASE = {"size": 224, "local": 96, "patch": 16, "dim": 384, "depth": 12, "heads": 6, "out": 65536, "hidden": 2048}
 SMALL = {"size": 32, "local": 16, "patch": 8, "dim": 48, "depth": 2, "heads": 2, "out": 256, "hidden": 64}
-GLOBAL, LOCAL, BOTTLENECK = 2, 8, 256  # crops of either size, and the input of the head's last layer
+GLOBAL, LOCAL, BOTTLENECK = 2, 8, 256  # numbers of crops, and input width of the head's last layer
 MOMENTUM, CENTRE_MOMENTUM, CLIP = 0.996, 0.9, 3.0
 STUDENT_TEMPERATURE, TEACHER_TEMPERATURE = 0.1, 0.04
 Crops = tuple[Tensor, Tensor]  # (images, 2, 3, size, size) and (images, 8, 3, local, local)
@@ -47,7 +47,7 @@ def backbone(sizes: dict[str, int], drop_path: float) -> nn.Module:
 
 
 class Head(nn.Module):
-    """Three layers, a vector of length 1, and a layer under weight norm whose gain stays 1."""
+    """The DINO head: a three-layer MLP, L2 normalisation, and a weight-normalised layer with gain 1."""
 
     gain: Tensor
 
@@ -63,7 +63,7 @@ class Head(nn.Module):
 
 
 class Published(nn.Module):
-    """Student, teacher and loss as the paper describes them, in the order of its training script."""
+    """Student, teacher and loss as in the paper and its training script."""
 
     centre: Tensor
 
@@ -83,10 +83,10 @@ class Published(nn.Module):
     def forward(self, crops: list[Tensor]) -> Tensor:
         wide, local = torch.cat(crops[:GLOBAL]), torch.cat(crops[GLOBAL:])
         with torch.no_grad():
-            taught = self.teacher["head"](self.teacher["backbone"](wide))
+            teacher_outputs = self.teacher["head"](self.teacher["backbone"](wide))
         features = torch.cat([self.student["backbone"](wide), self.student["backbone"](local)])
         student = (self.student["head"](features) / STUDENT_TEMPERATURE).chunk(GLOBAL + LOCAL)
-        targets = F.softmax((taught - self.centre) / TEACHER_TEMPERATURE, dim=-1).detach().chunk(GLOBAL)
+        targets = F.softmax((teacher_outputs - self.centre) / TEACHER_TEMPERATURE, dim=-1).detach().chunk(GLOBAL)
         total: Any = 0
         pairs = 0
         for i, target in enumerate(targets):
@@ -95,14 +95,14 @@ class Published(nn.Module):
                     total = total + torch.sum(-target * F.log_softmax(each, dim=-1), dim=-1).mean()
                     pairs += 1
         with torch.no_grad():
-            mean = taught.sum(0, keepdim=True) / len(taught)
+            mean = teacher_outputs.sum(0, keepdim=True) / len(teacher_outputs)
             self.centre.copy_(self.centre * CENTRE_MOMENTUM + mean * (1 - CENTRE_MOMENTUM))
         loss: Tensor = total / pairs
         return loss
 
 
 def ours(sizes: dict[str, int], drop_path: float) -> DINO:
-    """The recipe's model; its teacher begins at the temperature of the other."""
+    """The model of the recipe, with the teacher temperature of the published model."""
     size: dict[str, Any] = {"out": sizes["out"], "hidden": sizes["hidden"], "bottleneck": BOTTLENECK}
     times = {"student_temperature": STUDENT_TEMPERATURE, "centre_momentum": CENTRE_MOMENTUM}
     model = DINO(backbone(sizes, drop_path), **size, **times)
@@ -116,12 +116,12 @@ def data(sizes: dict[str, int], batch: int, device: str) -> Crops:
 
 
 def as_list(crops: Crops) -> list[Tensor]:
-    """One tensor a crop, as a loader gives them."""
+    """The crops as a list with one tensor per crop, as from a data loader."""
     return [each.contiguous() for kind in crops for each in kind.unbind(1)]
 
 
-def same_loss(sizes: dict[str, int], device: str) -> dict[str, float]:
-    """How far the losses of both lie apart for the same weights and crops, by precision."""
+def loss_difference(sizes: dict[str, int], device: str) -> dict[str, float]:
+    """Absolute difference of the two losses for the same weights and crops, by precision."""
     torch.manual_seed(0)
     theirs, mine = Published(sizes, 0.0).to(device), ours(sizes, 0.0).to(device)
     for name in ("student", "teacher"):
@@ -129,7 +129,7 @@ def same_loss(sizes: dict[str, int], device: str) -> dict[str, float]:
         tower["head.last.weight"] = tower.pop("head.weight")
         mine.get_submodule(name).load_state_dict(tower)
     with torch.no_grad():
-        for model in (theirs, mine):  # so that the teacher is not the student
+        for model in (theirs, mine):  # makes the teacher differ from the student
             for parameter in model.get_submodule("teacher").parameters():
                 parameter.mul_(1.01)
         crops = data(sizes, 8, device)
@@ -173,7 +173,7 @@ def published_step(model: Published, crops: list[Tensor], mode: str, foreach: bo
 
 
 def clip_each(weights: list[nn.Parameter]) -> None:
-    """Every gradient by its own norm."""
+    """Clips every gradient by its own norm."""
     for weight in weights:
         if weight.grad is not None:
             factor = CLIP / (weight.grad.norm() + 1e-6)
@@ -207,10 +207,10 @@ def main() -> None:
     if options.device == "cuda" and not options.only:
         same = (f"--batch={batch}", "--steps=1", "--rounds=1", f"--mode={options.mode}")
         compile_ahead(__file__, ["published, foreach", "ours"], *same, f"--attention={options.attention}")
-    apart = same_loss(sizes, options.device)
-    print(f"losses of both lie {apart['float32']:.2g} apart in float32, {apart['bf16']:.2g} under bf16 autocast")
-    assert apart["float32"] < 1e-3, "the two do not compute the same"
-    assert apart["bf16"] < 0.05, "the two differ by more than bf16 rounds"
+    apart = loss_difference(sizes, options.device)
+    print(f"losses differ by {apart['float32']:.2g} in float32, {apart['bf16']:.2g} with bf16 autocast")
+    assert apart["float32"] < 1e-3, "the losses differ in float32"
+    assert apart["bf16"] < 0.05, "the losses differ by more than bf16 rounding"
     crops = data(sizes, batch, options.device)
 
     def published(foreach: bool) -> Step:

@@ -1,16 +1,16 @@
-"""A step of training a GPT-2 of 124 million parameters: the recipe's against transformers' own, in turns.
+"""Compares the speed of a GPT-2 training step (124 million parameters) of the recipe with that of transformers.
 
     python benchmarks/train_lm.py                          # one CUDA device, 32 sequences of 1024 tokens
-    python benchmarks/train_lm.py --small --device cpu     # at a size for a CPU, to see that it runs
+    python benchmarks/train_lm.py --small --device cpu     # smoke test at a size for a CPU
 
-    published        transformers' GPT2LMHeadModel, its own loss, its vocabulary of 50,257
-    published, 64    the same with the vocabulary filled up to a multiple of 64, as the recipe does
+    published        transformers' GPT2LMHeadModel and loss, with its vocabulary of 50,257
+    published, 64    the same with the vocabulary padded to a multiple of 64, as in the recipe
     ours             model and loss of the recipe lm
     ours, decayed    with shortcuts decayed to an effective decay of 1e-2
 
-All are compiled, with torch's fused attention, under bf16 autocast, with fused AdamW; they take turns, and the ratio is
-that of neighbours. Before that the losses of the same weights and tokens are compared. An image in the record is a
-sequence here. JSON goes to docs/results/train-lm-gpu.json.
+All are compiled, with torch's fused attention, bf16 autocast and fused AdamW. They alternate, and ratios are of
+adjacent measurements. First, the losses for the same weights and tokens are compared. "Images" in the record are
+sequences here. The JSON is written to docs/results/train-lm-gpu.json.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def ours(sizes: dict[str, int], vocabulary: int, context: int, shortcut: str = "
 
 
 def theirs_loss(model: Any, ids: Tensor) -> Tensor:
-    loss: Tensor = model(ids, labels=ids).loss  # which shifts the labels by one
+    loss: Tensor = model(ids, labels=ids).loss  # the model shifts the labels by one
     return loss
 
 
@@ -59,8 +59,8 @@ def our_loss(model: Any, ids: Tensor) -> Tensor:
     return objective.loss(model, (ids[:, :-1], ids[:, 1:]))[0]
 
 
-def same_loss(sizes: dict[str, int], vocabulary: int, context: int, device: str) -> float:
-    """How far the losses lie apart for the same weights and tokens, in float32."""
+def loss_difference(sizes: dict[str, int], vocabulary: int, context: int, device: str) -> float:
+    """Absolute difference of the two losses for the same weights and tokens, in float32."""
     torch.manual_seed(0)
     theirs, mine = (
         published(sizes, -(-vocabulary // 64) * 64, context).to(device),
@@ -91,9 +91,9 @@ def main() -> None:
     options = arguments(__doc__, 32, 20, ROOT / "docs" / "results" / "train-lm-gpu.json")
     sizes, vocabulary, context = (SMALL, 257, 32) if options.small else (BASE, 50_257, 1024)
     batch, steps = (4, 2) if options.small else (options.batch, options.steps)
-    apart = same_loss(sizes, vocabulary, context, options.device)
-    print(f"losses of both lie {apart:.2g} apart")
-    assert apart < 1e-4, "the two do not compute the same"
+    apart = loss_difference(sizes, vocabulary, context, options.device)
+    print(f"losses differ by {apart:.2g}")
+    assert apart < 1e-4, "the losses differ"
     full = -(-vocabulary // 64) * 64
     makers: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
         "published": (lambda: published(sizes, vocabulary, context), theirs_loss),

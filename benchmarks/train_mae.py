@@ -1,17 +1,17 @@
-"""How fast is a pretraining step of MAE ViT-B/16 at 224 px, against the published layout?
+"""Compares the speed of an MAE pretraining step (ViT-B/16 at 224 px) with the published implementation.
 
-    python benchmarks/train_mae.py                          # on a GPU: batch 512 of bytes that lie on the device
-    python benchmarks/train_mae.py --small --device cpu     # at a size for a CPU, to see that it runs
+    python benchmarks/train_mae.py                          # on a GPU: batch 512, bytes on the device
+    python benchmarks/train_mae.py --small --device cpu     # smoke test at a size for a CPU
 
-    published        normalise, embed all patches, gather the visible, put tokens back in place, predict all patches,
-                     mask the loss; attention written out
+    published        normalise, embed all patches, gather visible ones, restore the token order, predict all patches,
+                     mask the loss; attention without a fused kernel
     published, sdpa  the same with torch's fused attention
-    ours             `unskip.models.MAE`, plain: the same model and the same loss
-    ours, narrow     its streams in bf16
-    ours, paper's    with long skips and decayed shortcuts: more work, shown beside the others
+    ours             `unskip.models.MAE`, plain: the same model and loss
+    ours, narrow     with residual streams in bf16
+    ours, paper's    with long skips and decayed shortcuts, which need more operations
 
-All are compiled, under bf16 autocast, with fused AdamW; they take turns, and the ratio is that of neighbours. Before
-that the losses of the same weights, images and masks are compared. JSON goes to docs/results/train-mae-gpu.json.
+All are compiled, with bf16 autocast and fused AdamW. They alternate, and ratios are of adjacent measurements. First,
+the losses for the same weights, images and masks are compared. The JSON is written to docs/results/train-mae-gpu.json.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Published(nn.Module):
-    """The layout of the published code, parameter names included."""
+    """The published implementation, with its parameter names."""
 
     def __init__(self, sizes: dict[str, int], fused: bool) -> None:
         super().__init__()
@@ -132,8 +132,8 @@ def ours(sizes: dict[str, int], long_skips: bool = False, narrow: bool = False) 
     return model
 
 
-def same_loss(sizes: dict[str, int], device: str) -> float:
-    """How far the losses of both layouts lie apart for the same weights, images and masks, in float32."""
+def loss_difference(sizes: dict[str, int], device: str) -> float:
+    """Absolute difference of the two losses for the same weights, images and masks, in float32."""
     torch.manual_seed(0)
     theirs, mine = Published(sizes, fused=True).to(device), ours(sizes).to(device)
     load_published(mine, theirs.state_dict())
@@ -165,9 +165,9 @@ def main() -> None:
     options = arguments(__doc__, 512, 20, ROOT / "docs" / "results" / "train-mae-gpu.json")
     sizes = SMALL if options.small else BASE
     batch, steps = (16, 2) if options.small else (options.batch, options.steps)
-    apart = same_loss(sizes, options.device)
-    print(f"losses of both layouts lie {apart:.2g} apart")
-    assert apart < 1e-4, "the two layouts do not compute the same"
+    apart = loss_difference(sizes, options.device)
+    print(f"losses differ by {apart:.2g}")
+    assert apart < 1e-4, "the losses differ"
     makers: dict[str, Callable[[], nn.Module]] = {
         "published": lambda: Published(sizes, fused=False),
         "published, sdpa": lambda: Published(sizes, fused=True),

@@ -1,16 +1,17 @@
-"""How fast is a training step of SiT-B/2 on latents of 4 x 32 x 32, against the published layout?
+"""Compares the speed of a SiT-B/2 training step on latents of 4 x 32 x 32 with the published implementation.
 
     python benchmarks/train_sit.py                          # on a GPU: batch 128
-    python benchmarks/train_sit.py --small --device cpu     # at a size for a CPU, to see that it runs
+    python benchmarks/train_sit.py --small --device cpu     # smoke test at a size for a CPU
 
-    published        the published layout written plainly, torch's fused attention; its loss as well
-    ours             `unskip.models.SiT` and `Flow`: the same model and the same loss
-    ours, narrow     its stream in bf16
-    ours, paper's    with long skips and decayed shortcuts: more work, shown beside the others
+    published        the published model and loss, with torch's fused attention
+    ours             `unskip.models.SiT` and `Flow`: the same model and loss
+    ours, narrow     with the residual stream in bf16
+    ours, paper's    with long skips and decayed shortcuts, which need more operations
 
-All are compiled, under bf16 autocast, with fused AdamW and no EMA; they take turns, and the ratio is that
-of neighbours. Before that the losses of the same weights, latents, noise and times are compared. Last come images a
-second at 50 steps of Heun's: 100 evaluations of the network each. JSON goes to docs/results/train-sit-gpu.json.
+All are compiled, with bf16 autocast, fused AdamW and no EMA. They alternate, and ratios are of adjacent measurements.
+First, the losses for the same weights, latents, noise and times are compared. At the end, sampling is timed: images per
+second with 50 steps of Heun's method, 100 network evaluations each. The JSON is written to
+docs/results/train-sit-gpu.json.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from unskip.models._vit import Grid, positions
 ROOT = Path(__file__).resolve().parent.parent
 BASE = {"size": 32, "patch": 2, "channels": 4, "width": 768, "depth": 12, "heads": 12, "classes": 1000}
 SMALL = {"size": 8, "patch": 2, "channels": 4, "width": 32, "depth": 3, "heads": 2, "classes": 10}
-BAR = 2450  # images a second that the published layout itself has to reach on an H200
+BAR = 2450  # target for the published implementation on an H200, in images per second
 
 
 class Attention(nn.Module):
@@ -68,7 +69,7 @@ class Block(nn.Module):
 
 
 class Published(nn.Module):
-    """The layout of the published code, parameter names and the half of the output that is thrown away included."""
+    """The published implementation, with its parameter names and the unused half of its output."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class Published(nn.Module):
 
 
 def published_loss(model: Any, latents: Tensor, labels: Tensor, classes: int, t: Tensor, noise: Tensor) -> Tensor:
-    """The published objective: a straight path, its velocity, the mean square of each image, their mean."""
+    """The published loss: mean squared error of the velocity of a straight path from noise to data."""
     wide = t[:, None, None, None]
     return (model(wide * latents + (1 - wide) * noise, t, labels) - (latents - noise)).square().mean((1, 2, 3)).mean()
 
@@ -121,8 +122,8 @@ def data(sizes: dict[str, int], batch: int, device: str) -> tuple[Tensor, Tensor
     return torch.randn(shape, device=device), torch.randint(sizes["classes"], (batch,), device=device)
 
 
-def same_loss(sizes: dict[str, int], device: str) -> float:
-    """How far the losses of both layouts lie apart for the same weights, latents, noise and times, in float32."""
+def loss_difference(sizes: dict[str, int], device: str) -> float:
+    """Absolute difference of the two losses for the same weights, latents, noise and times, in float32."""
     torch.manual_seed(0)
     theirs, mine = Published(sizes).to(device), ours(sizes).to(device)
     load_published_sit(mine, theirs.state_dict())
@@ -146,9 +147,9 @@ def stepper(model: nn.Module, latents: Tensor, labels: Tensor, classes: int, mod
         with torch.autocast(device, torch.bfloat16):
             if isinstance(model, Published):
                 t, noise = torch.rand(len(latents), device=device), torch.randn_like(latents)
-                left_out = torch.rand(len(labels), device=device) < 0.1
-                kept = torch.where(left_out, classes, labels)
-                loss = published_loss(forward, latents, kept, classes, t, noise)
+                dropped = torch.rand(len(labels), device=device) < 0.1
+                inputs = torch.where(dropped, classes, labels)
+                loss = published_loss(forward, latents, inputs, classes, t, noise)
             else:
                 loss = flow.loss(forward, latents, labels, classes).mean()
         loss.backward()
@@ -159,9 +160,11 @@ def stepper(model: nn.Module, latents: Tensor, labels: Tensor, classes: int, mod
 
 
 def sampling(sizes: dict[str, int], device: str, batch: int, steps: int, compiled: bool) -> float:
-    """Images a second from noise to latents, with guidance off."""
+    """Images per second of sampling latents from noise, without guidance."""
     torch.manual_seed(0)
-    model: Any = ours(sizes).to(device).eval()  # weights that learn: autocast keeps no others narrow between steps
+    model: Any = (
+        ours(sizes).to(device).eval()
+    )  # with requires_grad, since autocast caches bf16 copies of such weights only
     network = torch.compile(model) if compiled else model
     labels = torch.arange(batch, device=device) % sizes["classes"]
     shape = (sizes["channels"], sizes["size"], sizes["size"])
@@ -179,9 +182,9 @@ def main() -> None:
     options = arguments(__doc__, 128, 40, ROOT / "docs" / "results" / "train-sit-gpu.json")
     sizes = SMALL if options.small else BASE
     batch, steps = (8, 2) if options.small else (options.batch, options.steps)
-    apart = same_loss(sizes, options.device)
-    print(f"losses of both layouts lie {apart:.2g} apart")
-    assert apart < 1e-4, "the two layouts do not compute the same"
+    apart = loss_difference(sizes, options.device)
+    print(f"losses differ by {apart:.2g}")
+    assert apart < 1e-4, "the losses differ"
     makers: dict[str, Callable[[], nn.Module]] = {
         "published": lambda: Published(sizes),
         "ours": lambda: ours(sizes),
@@ -196,16 +199,16 @@ def main() -> None:
     chosen = {name: partial(prepared, make) for name, make in makers.items() if options.only in name}
     with attention(options.attention):
         results = turns(chosen, latents, steps, options.rounds)
-        drawn = {
+        rates = {
             "compiled" if compiled else "eager": sampling(sizes, options.device, batch, 50, compiled)
             for compiled in (False, True)
         }
     if "published" in results and not options.small:
         reached = results["published"]["images a second"]
-        print(f"published: {reached:.0f} of the {BAR} img/s that make it a fair peer on an H200")
-    for name, value in drawn.items():
+        print(f"published: {reached:.0f} img/s; a fair baseline needs {BAR} img/s on an H200")
+    for name, value in rates.items():
         print(f"sampling, 50 steps of Heun's, {name}: {value:.1f} img/s")
-    result = {"losses apart": apart, "results": results, "sampling, images a second at 50 steps of Heun's": drawn}
+    result = {"losses apart": apart, "results": results, "sampling, images a second at 50 steps of Heun's": rates}
     write(__file__, options, {"batch": batch, "steps": steps, **sizes}, **result)
 
 
