@@ -1,4 +1,4 @@
-"""Small sets of images on disk, and the real ones where they are at hand."""
+"""Writes small image sets to disk, and finds real ones if they exist."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_parquet(
     names: Sequence[str] | None = None,
     columns: tuple[str, str] = ("image", "label"),
 ) -> Path:
-    """A file in the Hugging Face layout; without names there is no metadata."""
+    """A file in the Hugging Face layout; without class names it has no metadata."""
     table = pyarrow.table(
         {
             columns[0]: pyarrow.array(
@@ -57,7 +57,7 @@ def write_parquet(
 
 
 def write_folder(folder: Path, counts: dict[str, int], size: tuple[int, int] = (16, 12)) -> Path:
-    """A folder a class with that many PNG files."""
+    """One folder per class, with the given number of PNG files."""
     for place, (name, count) in enumerate(counts.items()):
         (folder / name).mkdir(parents=True)
         for index in range(count):

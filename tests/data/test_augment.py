@@ -1,4 +1,4 @@
-"""What is drawn: ranges, rates and masses; and what the device makes of it, against torchvision and by hand."""
+"""Augmentations: the distribution of their parameters, and the images against torchvision and by hand."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def rng(seed: int = 0) -> numpy.random.Generator:
     st.sampled_from([(0.08, 1.0), (0.5, 0.5), (1.0, 1.0), (0.001, 0.01)]),
     st.sampled_from([(3 / 4, 4 / 3), (1.0, 1.0), (0.1, 10.0)]),
 )
-def test_resized_boxes_lie_in_the_image(
+def test_resized_boxes_are_inside_the_image(
     height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> None:
     top, left, tall, wide, _ = geometry(Augment("resized", scale=scale, ratio=ratio), rng(), 50, height, width).T
@@ -40,7 +40,7 @@ def test_resized_boxes_lie_in_the_image(
     assert (left + wide <= width).all()
 
 
-def test_resized_boxes_have_the_asked_area_and_aspect() -> None:
+def test_resized_boxes_have_the_requested_area_and_aspect() -> None:
     boxes = geometry(Augment("resized", scale=(0.1, 0.5), ratio=(0.5, 2.0)), rng(), MANY, 1000, 1000)
     area, aspect = boxes[:, 2] * boxes[:, 3] / 1e6, boxes[:, 3] / boxes[:, 2]
     assert 0.099 < area.min() < 0.11
@@ -50,12 +50,12 @@ def test_resized_boxes_have_the_asked_area_and_aspect() -> None:
     # Every draw fits at these sizes, so the area is uniform and the logarithm of the aspect symmetric about 0.
     assert area.mean() == pytest.approx(0.3, abs=0.005)
     assert numpy.log(aspect).mean() == pytest.approx(0, abs=0.02)
-    # Every corner that fits is as likely.
+    # All corners that fit are equally likely.
     assert (boxes[:, 0] / (1000 - boxes[:, 2])).mean() == pytest.approx(0.5, abs=0.01)
 
 
-def test_resized_boxes_are_torchvisions() -> None:
-    """The same mean and spread where some draws do not fit, so that tries and the last resort count."""
+def test_resized_boxes_match_torchvision() -> None:
+    """Equal means and standard deviations, at sizes where some draws do not fit and the fallback is used."""
     scale, ratio, image = (0.6, 1.0), (0.5, 2.0), torch.empty(3, 30, 40)
     theirs = RandomResizedCrop(8, scale=scale, ratio=ratio)
     drawn = [theirs.make_params([image]) for _ in range(8000)]
@@ -66,12 +66,12 @@ def test_resized_boxes_are_torchvisions() -> None:
         assert ours[column].std() == pytest.approx(values.std(), abs=0.15), name
 
 
-def test_resized_falls_back_to_the_centre() -> None:
+def test_the_fallback_is_a_central_box() -> None:
     strip = geometry(Augment("resized", scale=(0.9, 1.0), flip=False), rng(), 5, 10, 100)
     assert strip.tolist() == [[0, 43, 10, 13, 0]] * 5  # 10 x 13.3 is the widest box allowed
 
 
-def test_pad_moves_by_up_to_pad() -> None:
+def test_pad_shifts_by_at_most_pad() -> None:
     boxes = geometry(Augment(pad=3), rng(), MANY, 32, 32)
     for column in (0, 1):
         values, counts = numpy.unique(boxes[:, column], return_counts=True)
@@ -81,14 +81,14 @@ def test_pad_moves_by_up_to_pad() -> None:
     assert boxes[:, 4].mean() == pytest.approx(0.5, abs=0.01)
 
 
-def test_still_boxes() -> None:
+def test_boxes_without_augmentation() -> None:
     assert geometry(None, rng(), 2, 20, 30).tolist() == [[0, 5, 20, 20, 0]] * 2
     assert geometry(Augment("center", center=0.5, flip=False), rng(), 1, 20, 30).tolist() == [[5, 10, 10, 10, 0]]
     assert geometry(Augment("none", flip=False), rng(), 1, 20, 30).tolist() == [[0, 0, 20, 30, 0]]
     assert central(20, 30, (10, 30)) == (5, 0, 10, 30)
 
 
-def test_mixup_is_beta() -> None:
+def test_mixup_shares_have_a_beta_distribution() -> None:
     table = mixing(Augment(mixup=0.8), rng(), MANY, 32)
     share = table[:, 0]
     assert (table[:, 1] == share).all()
@@ -97,19 +97,19 @@ def test_mixup_is_beta() -> None:
     assert share.var() == pytest.approx(1 / (4 * (2 * 0.8 + 1)), rel=0.03)  # of Beta(a, a)
 
 
-def test_cutmix_label_mass_is_the_area() -> None:
+def test_cutmix_label_weight_is_the_area() -> None:
     table = mixing(Augment(cutmix=1.0), rng(), 500, 32)
     top, left, bottom, right = table[:, 2:6].T
     assert (table[:, 0] == 1).all()
     assert table[:, 1] == pytest.approx(1 - (bottom - top) * (right - left) / 32**2, abs=1e-12)
-    # On the device: zeros pasted into ones leave as many ones as the label has weight.
+    # On the device: after pasting zeros into ones, the share of ones is the label weight.
     values = torch.from_numpy(table).float()
     mixed = _device.mixed(torch.ones(500, 3, 32, 32), torch.zeros(500, 3, 32, 32), values)
     assert ((mixed == 0) | (mixed == 1)).all()
     torch.testing.assert_close(mixed.mean((1, 2, 3)), values[:, 1])
 
 
-def test_both_take_turns() -> None:
+def test_mixup_and_cutmix_alternate() -> None:
     table = mixing(Augment(mixup=0.8, cutmix=1.0), rng(), MANY, 32)
     assert (table[:, 0] == 1).mean() == pytest.approx(0.5, abs=0.01)
 
@@ -136,14 +136,14 @@ def test_partners(count: int) -> None:
         assert (found[found] == numpy.arange(count)).all()
 
 
-def test_labels_are_weights() -> None:
+def test_labels_are_mixed_with_the_weights() -> None:
     table = torch.tensor([[0.3, 0.3, 0, 0, 0, 0], [1.0, 0.75, 0, 0, 8, 8]])
     weights = _device.mixed_labels(torch.tensor([0, 2]), torch.tensor([1, 2]), table, 4)
     torch.testing.assert_close(weights, torch.tensor([[0.3, 0.7, 0, 0], [0, 0, 1.0, 0]]))
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 50), st.booleans(), st.data())
-def test_shown_is_torchvisions_resized_crop(height: int, width: int, out: int, flip: bool, data: st.DataObject) -> None:
+def test_resized_crop_matches_torchvision(height: int, width: int, out: int, flip: bool, data: st.DataObject) -> None:
     tall, wide = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
     top, left = data.draw(st.integers(0, height - tall)), data.draw(st.integers(0, width - wide))
     image = torch.rand(2, 3, height, width, generator=torch.Generator().manual_seed(height * width))
@@ -165,7 +165,7 @@ def test_pad_crop_copies_bytes() -> None:
 
 
 def test_pad_crop_and_resize() -> None:
-    """Black beyond the edge takes part in the resizing, as it would if it were pixels."""
+    """Black padding is interpolated like other pixels."""
     image = torch.rand(1, 3, 9, 9)
     crop = torch.nn.functional.pad(image, (4, 4, 4, 4))[:, :, 1:10, 6:15]
     expected = functional.resize(crop, [14, 14], antialias=True)
@@ -173,14 +173,14 @@ def test_pad_crop_and_resize() -> None:
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
-def test_shown_is_not_made_coarser_by_autocast() -> None:
+def test_autocast_does_not_lower_the_precision() -> None:
     image, boxes = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8), torch.tensor([[1, 2, 11, 9, 1]] * 2)
     plain = _device.crop_resize(image, boxes, (16, 16))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(_device.crop_resize(image, boxes, (16, 16)), plain)
 
 
-def test_device_side_compiles_without_breaks() -> None:
+def test_augmentations_compile_without_graph_breaks() -> None:
     def made(images: torch.Tensor, boxes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         values = _device.normalised(
             _device.crop_resize(images, boxes, (8, 8), pad=2), torch.tensor(0.5), torch.tensor(0.2)

@@ -1,4 +1,4 @@
-"""One batch from a source: folders of images, arrays of every layout, noise, and what is none of them."""
+"""`batch_from`: one batch from a folder of images, an array, or noise; and bad sources."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def array(path: Path, values: Any) -> Path:
 # --- Noise ------------------------------------------------------------------------------------------------------------
 
 
-def test_noise_is_as_many_images_as_it_says() -> None:
+def test_noise_has_the_requested_number_of_images() -> None:
     x = batch("random:5", n=2, size=(4, 6))
     assert x.shape == (5, 3, 4, 6)
     assert torch.equal(x, batch("random:5", size=(4, 6)))
@@ -38,7 +38,7 @@ def test_noise_is_as_many_images_as_it_says() -> None:
     assert batch("random:1", size=4, mean=(0.5,), std=(0.5,)).shape == (1, 1, 4, 4)
 
 
-def test_noise_leaves_the_global_generator_alone() -> None:
+def test_noise_does_not_use_the_global_generator() -> None:
     before = torch.get_rng_state()
     batch("random:2", size=4)
     assert torch.equal(torch.get_rng_state(), before)
@@ -88,8 +88,8 @@ def test_an_image_is_cropped_at_its_centre(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("way", "crop"), [("bilinear", 1.0), ("bicubic", 0.75)])
-def test_images_are_those_of_pillow(way: Any, crop: float, tmp_path: Path) -> None:
-    """Of a folder and of an array: the central part, resized in the way that is asked for."""
+def test_images_match_pillow(way: Any, crop: float, tmp_path: Path) -> None:
+    """From a folder and from an array: a central crop, resized with the given interpolation."""
     pixels = numpy.repeat(numpy.repeat(RNG.integers(0, 256, (6, 10, 3), numpy.uint8), 4, 0), 4, 1)  # 24 x 40
     image, side = Image.fromarray(pixels), round(24 * crop)
     left, top = (40 - side) // 2, (24 - side) // 2
@@ -102,11 +102,11 @@ def test_images_are_those_of_pillow(way: Any, crop: float, tmp_path: Path) -> No
         torch.testing.assert_close(x[0], expected, atol=1.1 / 255, rtol=0)
 
 
-def test_orientation_of_photographs_is_followed(tmp_path: Path) -> None:
+def test_exif_orientation_is_applied(tmp_path: Path) -> None:
     image = Image.new("RGB", (8, 8), (255, 0, 0))
     image.paste((0, 0, 255), (0, 0, 8, 4))  # blue above
     exif = Image.Exif()
-    exif[0x0112] = 3  # turned by half
+    exif[0x0112] = 3  # rotated by 180 degrees
     image.save(tmp_path / "a.png", exif=exif)
     x = batch(tmp_path, size=8, **PLAIN)
     assert x[0, 2, 7, 4] > 0.9
@@ -141,7 +141,7 @@ def test_deep_grey_images_are_scaled_and_not_clipped(tmp_path: Path) -> None:
     torch.testing.assert_close(x, torch.full_like(x, 0.4), atol=0.01, rtol=0)
 
 
-def test_one_channel_can_be_asked_for(tmp_path: Path) -> None:
+def test_one_channel_can_be_requested(tmp_path: Path) -> None:
     save(tmp_path / "a.png", (255, 255, 255))
     x = batch(tmp_path, size=4, mean=(0.5,), std=(0.5,))
     assert x.shape == (1, 1, 4, 4)
@@ -163,7 +163,7 @@ def test_a_truncated_image_is_named(tmp_path: Path) -> None:
         batch(tmp_path, size=4)
 
 
-def test_a_picture_too_large_to_be_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_above_the_pixel_limit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "a.png", (1, 2, 3), (64, 64))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(BadInput, match=r"a\.png: cannot be read as an image"):
@@ -213,7 +213,7 @@ def test_arrays_are_spread_resized_and_normalised(tmp_path: Path) -> None:
     torch.testing.assert_close(raw[:, 0, 0, 0] * 255, torch.tensor([0.0, 40, 80, 120, 160]), atol=1e-3, rtol=0)
 
 
-def test_token_ids_and_other_numbers_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_integer_and_float_arrays_that_are_not_images_are_unchanged(tmp_path: Path) -> None:
     ids = batch(array(tmp_path / "ids.npy", numpy.arange(12, dtype=numpy.int32).reshape(3, 4)), n=2)
     assert ids.dtype == torch.int64
     assert ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -237,12 +237,12 @@ def test_token_ids_and_other_numbers_are_taken_as_they_are(tmp_path: Path) -> No
         (numpy.full((3, 7), numpy.inf), "not finite"),
     ],
 )
-def test_arrays_that_are_no_samples(tmp_path: Path, values: Any, reason: str) -> None:
+def test_invalid_arrays_are_refused(tmp_path: Path, values: Any, reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
         batch(array(tmp_path / "x.npy", values))
 
 
-def test_files_that_are_no_arrays(tmp_path: Path) -> None:
+def test_files_without_an_array_are_refused(tmp_path: Path) -> None:
     for name, content in (("empty", b""), ("text", b"hello"), ("cut", b"\x93NUMPY\x01\x00v")):
         (tmp_path / f"{name}.npy").write_bytes(content)
         with pytest.raises(BadInput, match=rf"{name}\.npy: cannot be read as an array"):
@@ -256,7 +256,7 @@ def test_files_that_are_no_arrays(tmp_path: Path) -> None:
         batch(tmp_path / "zip.npy")
 
 
-def test_the_file_is_not_changed_by_what_is_done_to_the_batch(tmp_path: Path) -> None:
+def test_changing_the_batch_does_not_change_the_file(tmp_path: Path) -> None:
     path = array(tmp_path / "x.npy", RNG.normal(size=(3, 7)).astype(numpy.float32))
     before = path.read_bytes()
     batch(path).zero_()
@@ -267,12 +267,12 @@ def test_the_file_is_not_changed_by_what_is_done_to_the_batch(tmp_path: Path) ->
     "options",
     [{"n": 0}, {"n": -1}, {"n": 1.5}, {"size": 0}, {"size": (4, -1)}, {"size": (4,)}, {"size": "4"}, {"size": 2.5}],
 )
-def test_numbers_that_make_no_batch(options: dict[str, Any]) -> None:
+def test_invalid_sizes_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=r"n is|size is"):
         batch("random:2", **options)
 
 
-def test_channels_must_fit_the_mean(tmp_path: Path) -> None:
+def test_the_number_of_channels_must_match_the_mean(tmp_path: Path) -> None:
     path = array(tmp_path / "x.npy", numpy.zeros((2, 4, 4, 3)))
     with pytest.raises(BadInput, match=r"3 channels, .* mean of 1"):
         batch(path, size=4, mean=(0.5,), std=(0.5,))

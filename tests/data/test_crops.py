@@ -1,4 +1,4 @@
-"""Crops of images: a function of (seed, step) alone, whatever the processes; colours against torchvision and numpy."""
+"""Global and local crops depend only on (seed, step); colour changes match torchvision and numpy."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def test_shapes_and_labels() -> None:
     assert small.shape == (8, 0, 3, 8, 8)
 
 
-def test_a_step_is_a_function_of_seed_and_step() -> None:
+def test_crops_depend_only_on_seed_and_step() -> None:
     feed = CropFeed(images(), 8, crops(), seed=3)
     whole = list(feed.iterate(0, 5))
     (again,) = feed.iterate(4, 5)
     assert all(torch.equal(a, b) for a, b in zip(whole[4], again, strict=True))
-    torch.manual_seed(99)  # no global generator takes part
+    torch.manual_seed(99)  # the global generator is not used
     assert torch.equal(next(CropFeed(images(), 8, crops(), seed=3).iterate(2, 3))[0], whole[2][0])
     assert not torch.equal(next(CropFeed(images(), 8, crops(), seed=4).iterate(2, 3))[0], whole[2][0])
     # Crops of one image differ from each other.
     assert not torch.equal(whole[0][0][:, 0], whole[0][0][:, 1])
 
 
-def test_processes_together_make_what_one_makes() -> None:
+def test_several_processes_give_the_crops_of_one() -> None:
     feed = CropFeed(images(), 8, crops())
     one = next(feed.iterate(3, 4))
     parts = [next(feed.iterate(3, 4, rank, 4)) for rank in range(4)]
@@ -63,8 +63,8 @@ def test_processes_together_make_what_one_makes() -> None:
 
 
 @pytest.mark.parametrize("small", [0, 3])
-def test_crops_can_be_made_later(small: int) -> None:
-    """By the step that trains on them, whatever its precision, and in parts."""
+def test_crops_can_be_made_in_the_training_step(small: int) -> None:
+    """At any precision, and in parts."""
     feed = CropFeed(images(), 8, crops(local_crops=small))
     large, little, labels = next(feed.iterate(2, 3))
     batch = next(DrawnFeed(feed).iterate(2, 3))
@@ -80,8 +80,8 @@ def test_crops_can_be_made_later(small: int) -> None:
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_images_on_disk_are_cropped_in_their_own_aspect(tmp_path: Path, interpolation: Any) -> None:
-    """Each crop is torchvision's of the box that is drawn for the whole image, not of a square made of it."""
+def test_images_on_disk_are_cropped_from_the_whole_image(tmp_path: Path, interpolation: Any) -> None:
+    """Each crop matches torchvision's crop of the whole image, which is not made square first."""
     files = write_folder(tmp_path, {"a": 8}, (40, 100))
     settings = crops(jitter=0.0, gray=0.0, blur=(0.0, 0.0, 0.0), solarize=0.0, interpolation=interpolation)
     feed = CropFeed(open_images(files), 8, settings, seed=3, workers=0)
@@ -104,7 +104,7 @@ def test_images_on_disk_are_cropped_in_their_own_aspect(tmp_path: Path, interpol
                 assert torch.allclose(pixels, expected.float(), atol=1e-2)
 
 
-def test_crops_of_images_on_disk_by_any_process_and_part(tmp_path: Path) -> None:
+def test_crops_of_images_on_disk_do_not_depend_on_processes_and_parts(tmp_path: Path) -> None:
     images = open_images(write_folder(tmp_path, {"a": 9, "b": 7}, (20, 30)))
     whole = [*CropFeed(images, 8, crops(), workers=0).iterate(0, 4)]
     for world, parts, workers in ((1, 1, 2), (2, 1, 0), (2, 2, 0)):
@@ -115,7 +115,7 @@ def test_crops_of_images_on_disk_by_any_process_and_part(tmp_path: Path) -> None
             assert torch.allclose(made, whole[3][index], atol=1e-6)
 
 
-def test_only_the_second_global_crop_is_solarized_and_chances_are_kept() -> None:
+def test_only_the_second_global_crop_is_solarized_and_probabilities_are_right() -> None:
     feed = CropFeed(images(2000), 2000, crops(global_crops=3, blur=(1.0, 0.0, 0.5), solarize=0.2))
     _, large, small, _ = next(feed.drawn(0, 1))
     solar, blurred = large[..., 11].mean(0), (large[..., 10] > 0).float().mean(0)
@@ -129,18 +129,18 @@ def test_only_the_second_global_crop_is_solarized_and_chances_are_kept() -> None
     assert float((small[..., 2] * small[..., 3] / 400).max()) < 0.45
 
 
-def still(count: int = 5, **changes: float) -> torch.Tensor:
+def crop_settings(count: int = 5, **changes: float) -> torch.Tensor:
     table = torch.tensor([[1.0, 1, 1, 0, 0, 0, 0]]).repeat(count, 1)
     for name, value in changes.items():
         table[:, ("brightness", "contrast", "saturation", "hue", "gray", "sigma", "solar").index(name)] = value
     return table
 
 
-def test_nothing_asked_is_nothing_done() -> None:
+def test_without_changes_images_are_equal() -> None:
     x = torch.rand(5, 3, 9, 7, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(coloured(x, still()), x, atol=1e-5)
+    assert torch.allclose(coloured(x, crop_settings()), x, atol=1e-5)
     gray = x[:, :1]
-    assert torch.allclose(coloured(gray, still()), gray, atol=1e-6)
+    assert torch.allclose(coloured(gray, crop_settings()), gray, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -155,30 +155,32 @@ def test_nothing_asked_is_nothing_done() -> None:
         ({"solar": 1.0}, lambda x: tv.solarize(x, 0.5)),
     ],
 )
-def test_colours_are_those_of_torchvision(changes: dict[str, float], theirs: Any) -> None:
+def test_colour_changes_match_torchvision(changes: dict[str, float], theirs: Any) -> None:
     x = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 0.7
-    assert torch.allclose(coloured(x, still(**changes)), theirs(x), atol=2e-3)  # its weights of gray have four digits
+    assert torch.allclose(
+        coloured(x, crop_settings(**changes)), theirs(x), atol=2e-3
+    )  # torchvision's gray weights have four digits
 
 
 def test_blur_is_a_gaussian() -> None:
     x = torch.zeros(2, 3, 21, 21)
     x[:, :, 10, 10] = 1
-    found = coloured(x, still(2, sigma=1.5))
+    found = coloured(x, crop_settings(2, sigma=1.5))
     expected = ndimage.gaussian_filter(x[0, 0].numpy(), 1.5, truncate=7)
     assert numpy.allclose(found[0, 0].numpy(), expected, atol=1e-5)
 
 
-def test_hue_turns_and_keeps_gray() -> None:
+def test_hue_changes_colours_but_not_gray() -> None:
     x = torch.rand(4, 3, 6, 6, generator=torch.Generator().manual_seed(0)) * 0.4 + 0.3
-    turned = coloured(x, still(4, hue=0.3))
-    back = coloured(turned, still(4, hue=-0.3))
+    turned = coloured(x, crop_settings(4, hue=0.3))
+    back = coloured(turned, crop_settings(4, hue=-0.3))
     assert not torch.allclose(turned, x, atol=1e-2)
     assert torch.allclose(back, x, atol=1e-4)
     gray = x[:, :1].expand(-1, 3, -1, -1)
-    assert torch.allclose(coloured(gray, still(4, hue=0.3)), gray, atol=1e-3)
+    assert torch.allclose(coloured(gray, crop_settings(4, hue=0.3)), gray, atol=1e-3)
 
 
-def test_crops_stay_within_what_pixels_can_be() -> None:
+def test_crops_stay_in_the_range_of_pixels() -> None:
     feed = CropFeed(images(), 8, crops())
     large, small, _ = next(feed.iterate(0, 1))
     mean, std = feed.base.mean, feed.base.std
@@ -201,7 +203,7 @@ def test_bad_crops_are_refused(changes: dict[str, Any], message: str) -> None:
         crops(**changes)
 
 
-def test_sets_are_joined() -> None:
+def test_several_sets_are_concatenated() -> None:
     both = open_images("digits+digits", "test")
     one = open_images("digits", "test")
     assert len(both) == 2 * len(one)

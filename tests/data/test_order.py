@@ -1,4 +1,4 @@
-"""The order: a function of (seed, step) alone, every sample once an epoch, divided among processes without overlap."""
+"""The order of samples depends only on (seed, step); each is used once per epoch, in one process."""
 
 import numpy
 import pytest
@@ -11,7 +11,7 @@ from unskip.errors import BadInput
 
 
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 5))
-def test_an_epoch_takes_every_sample_once(total: int, batch: int, seed: int, epoch: int) -> None:
+def test_an_epoch_has_every_sample_once(total: int, batch: int, seed: int, epoch: int) -> None:
     order = Order(total, batch, seed, drop_last=False)
     steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
     rows = numpy.concatenate([order.rows(step) for step in steps])
@@ -20,13 +20,13 @@ def test_an_epoch_takes_every_sample_once(total: int, batch: int, seed: int, epo
 
 
 @given(st.integers(1, 300), st.integers(1, 17))
-def test_shares_are_a_partition(count: int, world: int) -> None:
+def test_shares_of_processes_are_a_partition(count: int, world: int) -> None:
     parts = [share(count, rank, world) for rank in range(world)]
     assert [position for part in parts for position in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_epochs_and_seeds_differ_and_repeat() -> None:
+def test_epochs_and_seeds_have_different_reproducible_orders() -> None:
     order = Order(1000, 100, seed=3)
     first, second = ([order.rows(10 * epoch + step).tolist() for step in range(10)] for epoch in range(2))
     assert first != second
@@ -35,12 +35,12 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 
 def grouped(window: int, seed: int, epoch: int, of: list[int], sizes: list[int], batch: int) -> list[list[int]]:
-    """The batches of an epoch by the documented rule, in plain Python over the same streams."""
+    """The batches of an epoch by the documented rule, in plain Python with the same random streams."""
     random = stream(ORDER, seed, epoch)
     turns, rows = random.permutation(len(sizes)).tolist(), random.permutation(len(of)).tolist()
     place, before = {}, 0
     for group in turns:
-        place[group] = divmod(before, window)  # its window, and how far into it
+        place[group] = divmod(before, window)  # its window, and its offset in the window
         before += sizes[group]
     seen, times = dict.fromkeys(range(len(sizes)), 0), {}
     for row, shift in zip(rows, random.random(len(of)).tolist(), strict=True):
@@ -62,8 +62,8 @@ def test_rows_in_groups_are_permuted_within_windows(epoch: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("world", "most"), [(1, 1.02), (2, 1.1), (4, 1.3)])
-def test_a_group_is_read_about_once(world: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for a window and a quarter, divided among the processes."""
+def test_a_row_group_is_read_about_once(world: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache of 1.25 windows, divided among the processes."""
     window = 64 * 100
     monkeypatch.setattr(_order, "WINDOW", window)
     of = numpy.repeat(numpy.arange(400), 50).astype(numpy.int32)
@@ -88,7 +88,7 @@ def test_drop_last() -> None:
     assert len(Order(10, 4, drop_last=False).rows(2)) == 2
 
 
-def test_streams_do_not_meet() -> None:
+def test_random_streams_are_different() -> None:
     places = [(GEOMETRY, 0, 1), (GEOMETRY, 1, 0), (MIXING, 0, 1), (GEOMETRY, 0, 1, 0), (GEOMETRY, 0, 2)]
     places += [(GEOMETRY, 0), (GEOMETRY, 0, 0), (GEOMETRY, 2**32), (GEOMETRY, 0, 2**32), (GEOMETRY, 0, 0, 1)]
     drawn = {stream(*place).integers(2**62) for place in places}

@@ -1,4 +1,4 @@
-"""Parquet files in the Hugging Face layout, small ones made here and the real ones where they are at hand."""
+"""Parquet files in the Hugging Face layout: small generated ones, and real ones if they exist."""
 
 import pickle
 import sys
@@ -65,7 +65,7 @@ def test_gray_images_stay_gray(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP"])
-def test_formats_decode_as_pillow_does(tmp_path: Path, kind: str) -> None:
+def test_decoded_images_match_pillow(tmp_path: Path, kind: str) -> None:
     data = encoded(picture(0, 17, 23), kind)
     found = open_images(str(write_parquet(tmp_path / "x.parquet", [data], [0], ["one"])))
     (tmp_path / "file").write_bytes(data)
@@ -74,8 +74,8 @@ def test_formats_decode_as_pillow_does(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
-def test_photographs_are_upright(tmp_path: Path, turn: int) -> None:
-    """As the camera wrote down."""
+def test_exif_orientation_is_applied(tmp_path: Path, turn: int) -> None:
+
     exif = Image.Exif()
     exif[0x0112] = turn
     files = [tmp_path / "x.jpg", tmp_path / "x.png"]
@@ -134,7 +134,7 @@ def test_a_test_file_is_never_trained_on(tmp_path: Path) -> None:
         open_images(tmp_path, "test")
 
 
-def test_sets_that_do_not_belong_together(tmp_path: Path) -> None:
+def test_sets_with_different_classes_are_not_joined(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a-train.parquet", pictures(2), [0, 1], NAMES)
     write_parquet(tmp_path / "b-train.parquet", pictures(2), [0, 1], ("hat", "cap"))
     with pytest.raises(BadInput, match=r"b-train\.parquet: .*a-train\.parquet"):
@@ -212,8 +212,8 @@ def test_columns_that_hold_something_else(
         open_images(tmp_path / "a.parquet")
 
 
-def test_more_rows_than_bytes_are_refused(tmp_path: Path) -> None:
-    """Equal labels compress to nothing: a file of two megabytes can ask for the memory of the whole machine."""
+def test_implausibly_many_rows_are_refused(tmp_path: Path) -> None:
+    """Equal labels compress so well that a file of 2 MB could use all memory."""
     rows = 2**20 + 1
     labels = pyarrow.array(numpy.zeros(rows, numpy.int64))
     parquet.write_table(
@@ -223,14 +223,14 @@ def test_more_rows_than_bytes_are_refused(tmp_path: Path) -> None:
         open_images(tmp_path / "a.parquet")
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_duplicate_column_names_are_refused(tmp_path: Path) -> None:
     columns = [pyarrow.array([encoded(picture(0))]), *[pyarrow.array([0])] * 2]
     parquet.write_table(pyarrow.Table.from_arrays(columns, ["image", "label", "label"]), tmp_path / "a.parquet")
     with pytest.raises(BadInput, match="2 columns are called 'label'"):
         open_images(tmp_path / "a.parquet")
 
 
-def test_labels_without_a_sign(tmp_path: Path) -> None:
+def test_unsigned_labels(tmp_path: Path) -> None:
     images, labels = [encoded(picture(row)) for row in range(3)], pyarrow.array([1, None, 0], pyarrow.uint8())
     parquet.write_table(pyarrow.table({"image": images, "label": labels}), tmp_path / "a.parquet")
     assert open_images(tmp_path / "a.parquet").labels.tolist() == [1, 0]
@@ -245,7 +245,7 @@ def test_empty_and_foreign_files(tmp_path: Path) -> None:
         open_images(str(file))
 
 
-def test_large_files_are_read_as_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_read_by_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for index in range(3):
         write_parquet(tmp_path / f"{index}.parquet", pictures(6, 6 * index), [0, 1] * 3, NAMES)
     held = open_images(tmp_path)
@@ -266,13 +266,15 @@ def test_large_files_are_read_as_needed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_one_image_for_all_rows_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool) -> None:
-    """A file of some kilobytes that would fill the memory, were its dictionary written out row by row."""
+def test_an_image_repeated_in_all_rows_is_stored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    """A file of a few kB would use all memory if its dictionary were expanded to one copy per row."""
     large = encoded(picture(0, 400, 400))
     images = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 200, pyarrow.int32()), [large])
     column = pyarrow.StructArray.from_arrays([images], ["bytes"]) if nested else images
     table = pyarrow.table({"image": column, "label": [0, 1] * 100})
-    parquet.write_table(table, tmp_path / "a.parquet", store_schema=False)  # the column is one of plain bytes
+    parquet.write_table(table, tmp_path / "a.parquet", store_schema=False)  # so the column has plain bytes
     monkeypatch.setattr(_parquet, "SMALL", 0)
     monkeypatch.setattr(_parquet, "MOST_GROUP", 10 * len(large))
     reader: Any = open_images(tmp_path / "a.parquet").reader
@@ -280,7 +282,7 @@ def test_one_image_for_all_rows_is_held_once(tmp_path: Path, monkeypatch: pytest
     assert reader.cache.bytes < 2 * len(large)
 
 
-def test_the_hub_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_of_the_hub_are_read_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="the library datasets is not installed")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "set"
@@ -307,16 +309,16 @@ def test_the_hub_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         open_images("hf:any")
 
 
-def test_a_folder_after_hf_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a run resumes from any working directory; names of the hub stay."""
+def test_a_folder_after_hf_is_recorded_as_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a run resumes from any working directory. Names on the hub are unchanged."""
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
     sources = [absolute_source(f"hf:{name}") for name in ("mine", "mine:plain", "owner/name:plain")]
     assert sources == [f"hf:{tmp_path}/mine", f"hf:{tmp_path}/mine:plain", "hf:owner/name:plain"]
 
 
-def test_a_file_damaged_inside(tmp_path: Path) -> None:
-    """The end of the file, where the schema stands, is whole; the pages are not."""
+def test_a_file_with_damaged_pages(tmp_path: Path) -> None:
+    """The footer with the schema is intact."""
     file = write_parquet(tmp_path / "x.parquet", pictures(4), [0, 1] * 2, NAMES)
     data = bytearray(file.read_bytes())
     data[4:200] = bytes(196)
@@ -325,7 +327,7 @@ def test_a_file_damaged_inside(tmp_path: Path) -> None:
         open_images(str(file))
 
 
-def test_files_of_two_sets_in_one_folder(tmp_path: Path) -> None:
+def test_a_folder_with_files_of_two_sets(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a-train.parquet", pictures(4), [0, 1] * 2, NAMES)
     write_parquet(tmp_path / "b-train.parquet", pictures(4), [0, 1] * 2, ["x", "y"])
     with pytest.raises(BadInput, match=r"b-train\.parquet.*different sets"):
@@ -346,7 +348,7 @@ def test_real_images() -> None:
 
 @needs_real
 def test_real_images_are_normalised_and_learnable() -> None:
-    """Through the whole feed, the mean image of a class tells classes apart far better than chance."""
+    """A nearest-mean classifier on the images of a feed is far above chance."""
     test = open_images(f"{REAL}/cifar10-test.parquet", "test")
     assert test.images is not None
     rest, part = test.select(range(8000)), test.select(range(8000, 10_000))

@@ -1,4 +1,4 @@
-"""How images become a model's inputs, and who says so."""
+"""Preprocessing: the transform itself, and where its settings are taken from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unskip.errors import BadInput
 
 
 def images(count: int = 3, height: int = 40, width: int = 56) -> ImageSet:
-    """Smooth, so that cubics do not overshoot."""
+    """Smooth images, so that bicubic interpolation does not overshoot."""
     draw = torch.Generator().manual_seed(0)
     rough = torch.rand(count, 3, 5, 7, generator=draw) * 180 + 40
     pixels = F.interpolate(rough, (height, width), mode="bicubic").round().clamp(0, 255).byte()
@@ -28,8 +28,8 @@ def images(count: int = 3, height: int = 40, width: int = 56) -> ImageSet:
 
 
 @pytest.mark.parametrize(("way", "size", "crop"), [("bicubic", 16, 0.9), ("bicubic", 64, 1.0), ("bilinear", 16, 0.8)])
-def test_images_are_those_of_pillow(way: Any, size: int, crop: float, tmp_path: Path) -> None:
-    """In memory and from disk: the central part, resized with antialiasing, then normalised."""
+def test_images_match_pillow(way: Any, size: int, crop: float, tmp_path: Path) -> None:
+    """In memory and from disk: central crop, resizing with antialiasing, normalisation."""
     made = Preprocess((0.1, 0.2, 0.3), (0.5, 0.6, 0.7), size, way, crop)
     held = images()
     assert held.images is not None
@@ -50,7 +50,7 @@ def test_images_are_those_of_pillow(way: Any, size: int, crop: float, tmp_path: 
     assert float((read - found).abs().max()) < 2.1 / 255 / 0.5
 
 
-def test_bytes_come_back() -> None:
+def test_normalisation_can_be_inverted() -> None:
     made = Preprocess((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
     held = images().images
     assert held is not None
@@ -59,14 +59,14 @@ def test_bytes_come_back() -> None:
         made.normalised(held[:, :1])
 
 
-def test_timm_says_it_and_a_record_or_the_caller_comes_first() -> None:
+def test_settings_of_timm_are_used_unless_recorded_or_given() -> None:
     model = timm.create_model("vit_tiny_patch16_224")
     config = model.pretrained_cfg
     found = preprocess_of(model)
     assert (found.mean, found.std, found.size) == (config["mean"], config["std"], 224)
     assert (found.crop, found.interpolation) == (config["crop_pct"], config["interpolation"])
     gray = preprocess_of(timm.create_model("vit_tiny_patch16_224", in_chans=1, img_size=8, patch_size=2), 1)
-    assert (gray.mean, gray.size, gray.crop) == ((0.5,), 8, 1.0)  # the config is about images in colour
+    assert (gray.mean, gray.size, gray.crop) == ((0.5,), 8, 1.0)  # the config of timm is for colour images
     theirs = preprocess_of(model, normalise=((0, 0, 0), (1, 1, 1)))
     assert (theirs.mean, theirs.size) == ((0, 0, 0), 224)
     assert theirs.source == "timm's config; mean, std from the caller"
@@ -75,14 +75,14 @@ def test_timm_says_it_and_a_record_or_the_caller_comes_first() -> None:
     assert preprocess_of(copy.deepcopy(model)) == mine
     assert "mean 0.3" in str(mine)
     assert "the run" in str(mine)
-    assert preprocess_of(nn.Conv2d(3, 3, 1)).mean == (0.485, 0.456, 0.406)  # one that says nothing
+    assert preprocess_of(nn.Conv2d(3, 3, 1)).mean == (0.485, 0.456, 0.406)  # a model without settings
     with pytest.raises(BadInput, match="std"):
         Preprocess((0.5,), (0.0,))
     with pytest.raises(BadInput, match="cubic"):
         Preprocess((0.5,), (0.5,), interpolation="cubic")  # type: ignore[arg-type]
 
 
-def test_a_hugging_face_model_has_an_image_processor(tmp_path: Path) -> None:
+def test_settings_of_a_hugging_face_image_processor_are_used(tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.ViTConfig(
         image_size=16, patch_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
@@ -99,8 +99,8 @@ def test_a_hugging_face_model_has_an_image_processor(tmp_path: Path) -> None:
     assert found.crop == 0.8
 
 
-def test_a_model_trained_on_other_values_is_evaluated_with_its_own() -> None:
-    """kNN accuracy changes with the mean and standard deviation, so the result carries them."""
+def test_evaluation_uses_the_mean_and_std_of_the_model() -> None:
+    """They change the kNN accuracy, so they are recorded with the result."""
     from unskip import evals
 
     model = timm.create_model(

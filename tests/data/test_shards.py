@@ -1,4 +1,4 @@
-"""Shards: WebDataset tars read in place, and one contract for folders, tars and parquet files that are not held."""
+"""WebDataset tars, and common tests of folders, tars and parquet files that are too large for memory."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def write_shards(folder: Path, split: str = "train", count: int = COUNT, each: i
 
 
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every set is too large to be held in memory, and a window holds a few row groups."""
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every set too large for memory, with windows of a few row groups."""
     for module in (_tar, _parquet):
         monkeypatch.setattr(module, "SMALL", 0)
     for module in (_order, _parquet):
@@ -88,7 +88,7 @@ def pixels(row: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "parquet"])
-def test_every_source_gives_its_images_and_labels(kind: str, sources: dict[str, str], large: None) -> None:
+def test_every_source_yields_its_images_and_labels(kind: str, sources: dict[str, str], small_memory: None) -> None:
     images = open_images(sources[kind])
     assert images.images is None
     assert (len(images), images.classes) == (COUNT, tuple("01234"))
@@ -96,7 +96,7 @@ def test_every_source_gives_its_images_and_labels(kind: str, sources: dict[str, 
     assert images.labels.tolist() == [row % 5 for row in rows]
     assert torch.equal(images.load(range(COUNT), SIDE), torch.stack([pixels(row) for row in rows]))
     assert torch.equal(pickle.loads(pickle.dumps(images)).load([3], SIDE), images.load([3], SIDE))
-    # Each image once an epoch, with its own label, in an order that is not that of the files.
+    # Each image once per epoch, with its label, in a shuffled order.
     feed = Feed(images, 8, SIDE, augment=Augment("none", flip=False, mean=(0.0,) * 3, std=(1.0,) * 3), workers=0)
     seen = [(x, int(y)) for xs, ys in feed.iterate(0, 5) for x, y in zip((xs * 255).round().byte(), ys, strict=True)]
     known = {pixels(row).numpy().tobytes(): row for row in range(COUNT)}
@@ -108,8 +108,10 @@ def test_every_source_gives_its_images_and_labels(kind: str, sources: dict[str, 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "parquet"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_run_resumes_in_mid_epoch(kind: str, world: int, sources: dict[str, str], large: None) -> None:
-    """Bitwise, in a set that is opened anew, whatever the processes, parts and workers were before."""
+def test_batches_after_resuming_in_mid_epoch_are_equal(
+    kind: str, world: int, sources: dict[str, str], small_memory: None
+) -> None:
+    """Bit for bit, in a newly opened set, with other numbers of processes, parts and workers."""
     augment = Augment("resized", mixup=0.8, cutmix=1.0)
     whole = [*Feed(open_images(sources[kind]), 8, 6, seed=3, augment=augment, workers=0).iterate(0, 9)]
     resumed = Feed(open_images(sources[kind]), 8, 6, seed=3, augment=augment, workers=2 if world == 1 else 0)
@@ -122,7 +124,7 @@ def test_a_run_resumes_in_mid_epoch(kind: str, world: int, sources: dict[str, st
 
 
 def test_row_groups_are_read_once_and_memory_is_bounded(
-    sources: dict[str, str], large: None, monkeypatch: pytest.MonkeyPatch
+    sources: dict[str, str], small_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = open_images(sources["parquet"])
     reader: Any = images.reader
@@ -142,7 +144,9 @@ def test_row_groups_are_read_once_and_memory_is_bounded(
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "parquet"])
-def test_a_changed_set_has_another_fingerprint(kind: str, sources: dict[str, str], large: None, tmp_path: Path) -> None:
+def test_a_changed_set_has_a_different_fingerprint(
+    kind: str, sources: dict[str, str], small_memory: None, tmp_path: Path
+) -> None:
     before = fingerprint(open_images(sources[kind]))
     assert fingerprint(open_images(sources[kind])) == before
     assert fingerprint(open_images(sources[kind]).select(range(COUNT - 1))) != before
@@ -182,21 +186,21 @@ def test_labels_and_names_of_tars(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x.tar"]
 
 
-def test_notes_beside_a_label_are_not_read(tmp_path: Path) -> None:
-    """A .json beside a .cls may hold anything, as of other tools."""
+def test_json_beside_a_label_file_is_ignored(tmp_path: Path) -> None:
+    """If a sample has a .cls file, its .json may have any content."""
     notes = (b'{"label": "tench"}', b"[]", b"{" * 2000)
     members = [each for row, note in enumerate(notes) for each in (*sample(row, row), (f"{row:05d}.json", note))]
     assert open_images(write_tar(tmp_path / "x.tar", members)).labels.tolist() == [0, 1, 2]
 
 
-def test_labels_apart_from_their_images_are_refused(tmp_path: Path) -> None:
-    """A tar of files as a folder happens to list them would be a set of one class."""
+def test_a_label_that_does_not_follow_its_image_is_refused(tmp_path: Path) -> None:
+    """A tar with files in arbitrary order would otherwise be a set of one class."""
     members = sorted((each for row in range(4) for each in sample(row, row % 2)), key=lambda each: each[0][-3:])
     with pytest.raises(BadInput, match=r"no image has a label, and 4 labels have no image; .* --sort=name"):
         open_images(write_tar(tmp_path / "x.tar", members))
 
 
-def test_links_are_passed_over_and_sets_without_labels_are_one_class(tmp_path: Path) -> None:
+def test_links_are_skipped_and_sets_without_labels_have_one_class(tmp_path: Path) -> None:
     file = write_tar(tmp_path / "x.tar", [*sample(0), *sample(1)])
     with tarfile.open(file, "a") as opened:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
@@ -228,7 +232,7 @@ def damaged(at: int, by: bytes) -> Any:
         (lambda data: bytes(1024), "no images in"),
     ],
 )
-def test_damaged_shards_are_named_with_the_place(
+def test_damaged_shards_are_named_with_the_position(
     tmp_path: Path, damage: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_assemble, "MOST_CLASSES", 1000)
@@ -239,7 +243,7 @@ def test_damaged_shards_are_named_with_the_place(
 
 
 def test_sizes_in_headers_are_not_trusted(tmp_path: Path) -> None:
-    """With a right checksum: a size beyond the file, one of 2**70, and a pax header that says so."""
+    """Headers with a valid checksum: a size beyond the file, a size of 2**70, and one in a pax header."""
     for field in (b"77777777777\0", b"\x80" + (2**70).to_bytes(11, "big")):
         file = write_tar(tmp_path / "x.tar", sample(0, 0))
         data = bytearray(file.read_bytes())
@@ -258,14 +262,14 @@ def test_sizes_in_headers_are_not_trusted(tmp_path: Path) -> None:
             open_images(tmp_path / "x.tar")
 
 
-def test_a_sample_without_a_label_is_left_out(tmp_path: Path) -> None:
+def test_samples_without_a_label_are_left_out(tmp_path: Path) -> None:
     write_tar(tmp_path / "x.tar", [*sample(0, 0), *sample(1), *sample(2, 0)])
     found = open_images(tmp_path / "x.tar")
     assert len(found) == 2
     assert "no label" in found.report[0]
 
 
-def test_a_shard_that_is_cut_short_later(tmp_path: Path, large: None) -> None:
+def test_a_shard_that_is_truncated_after_opening(tmp_path: Path, small_memory: None) -> None:
     images = open_images(write_shards(tmp_path, count=100, each=100))
     file = tmp_path / "train-0000.tar"
     os.truncate(file, (images.reader.table[99]["offset"] + 20))  # type: ignore[union-attr]
@@ -276,12 +280,12 @@ def test_a_shard_that_is_cut_short_later(tmp_path: Path, large: None) -> None:
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_an_index_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool) -> None:
-    """Beside the shards, or in the cache folder where that cannot be."""
+def test_an_index_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool) -> None:
+    """It is written beside the shards, or in the cache folder if that fails."""
     monkeypatch.setattr(_index, "KEPT_FROM", 1)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     source = write_shards(tmp_path / "set")
-    if not writable:  # for root, too, whom no permission stops
+    if not writable:  # file permissions do not stop root
         real = _index._write
 
         def refused(file: Path, index: Any) -> None:
@@ -296,11 +300,11 @@ def test_an_index_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     with monkeypatch.context() as without:
         without.setattr(_tar, "list_shard", None)
         assert torch.equal(open_images(source).labels, first.labels)
-    write_tar(tmp_path / "set" / "train-0000.tar", sample(0, 4))  # another shard of that name
+    write_tar(tmp_path / "set" / "train-0000.tar", sample(0, 4))  # another shard with this name
     assert len(open_images(source)) == COUNT - 7
 
 
-def test_shards_are_looked_through_side_by_side(tmp_path: Path, large: None) -> None:
+def test_shards_are_indexed_in_parallel(tmp_path: Path, small_memory: None) -> None:
     source = write_shards(tmp_path)
     many: ImageSet = open_images(source)  # SMALL is 0: by processes
     assert torch.equal(many.load(range(COUNT), SIDE), torch.stack([pixels(row) for row in range(COUNT)]))
@@ -309,8 +313,10 @@ def test_shards_are_looked_through_side_by_side(tmp_path: Path, large: None) -> 
         open_images(source)
 
 
-def test_processes_of_a_launcher_share_the_cores(tmp_path: Path, large: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every process lists the shards, and opens a feed."""
+def test_processes_of_a_launcher_divide_the_cores(
+    tmp_path: Path, small_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process indexes the shards and opens a feed."""
     source, real, asked = write_shards(tmp_path), _tar.DataLoader, list[int]()
 
     def counted(*args: Any, num_workers: int, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Opening sets by name and from folders: what is found, how it is split, and what is said of what is wrong."""
+"""Opening image sets by name and from folders: their splits, and messages for bad input."""
 
 import gzip
 import pickle
@@ -20,7 +20,7 @@ from unskip.data._splits import divided
 from unskip.errors import BadInput
 
 
-def test_digits_are_scikit_learns() -> None:
+def test_digits_match_scikit_learn() -> None:
     train, test = open_images("digits"), open_images("digits", "test")
     assert (train.size, train.channels, train.classes) == ((8, 8), 1, tuple("0123456789"))
     assert len(train) + len(test) == 1797
@@ -51,7 +51,7 @@ def test_validation_is_a_tenth_of_each_class() -> None:
     assert torch.equal(again.images, val.images)
 
 
-def test_divided_is_a_partition() -> None:
+def test_splits_are_a_partition() -> None:
     labels = torch.randint(0, 7, (300,), generator=torch.Generator().manual_seed(0))
     rest, part = divided(labels, 10)
     assert sorted(torch.cat([rest, part]).tolist()) == list(range(300))
@@ -94,7 +94,7 @@ def test_fashion_mnist_from_idx_files(fashion: Path) -> None:
     assert (train.images[:, 0].numpy() == expected).all()
 
 
-def test_a_download_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*given: object, **named: object) -> None:
         raise OSError("no network")
 
@@ -103,7 +103,7 @@ def test_a_download_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         open_images("fashion-mnist", root=tmp_path, download=True)
 
 
-def test_fashion_mnist_reads_as_torchvision_does(tmp_path: Path) -> None:
+def test_fashion_mnist_matches_torchvision(tmp_path: Path) -> None:
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     random = numpy.random.default_rng(0)
@@ -138,7 +138,7 @@ def test_fashion_mnist_names_a_damaged_file(fashion: Path, damage: bytes) -> Non
         ("tiny-imagenet", "no wnids.txt in"),
     ],
 )
-def test_absent_sets_say_where_they_were_sought(name: str, says: str, tmp_path: Path) -> None:
+def test_missing_sets_name_the_folders_that_were_searched(name: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=says) as caught:
         open_images(name, root=tmp_path)
     assert str(tmp_path) in str(caught.value)
@@ -192,7 +192,7 @@ def test_folder_of_classes(tmp_path: Path) -> None:
         open_images(tmp_path, "test")
 
 
-def test_folder_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_folder_is_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path, {"a": 3, "b": 2})
     held = open_images(tmp_path, size=12)
     assert held.images is not None
@@ -205,7 +205,7 @@ def test_folder_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(streamed.load(range(5), 12), held.images)
 
 
-def test_links_in_a_folder_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+def test_links_in_a_folder_are_followed_without_cycles(tmp_path: Path) -> None:
     write_folder(tmp_path / "elsewhere", {"b": 2})
     write_folder(tmp_path / "set", {"a": 3})
     (tmp_path / "set" / "a" / "up").symlink_to("..")
@@ -221,7 +221,7 @@ def test_folder_with_splits(tmp_path: Path) -> None:
     assert [len(open_images(tmp_path, split)) for split in ("train", "val", "test")] == [8, 4, 4]
     assert open_images(tmp_path, "test").report == ("no test split: this is the validation split",)
     assert "--validate" in open_images(tmp_path, "val").report[0]
-    assert len(open_images(tmp_path, hold_out=True)) == 8  # it has a validation split of its own
+    assert len(open_images(tmp_path, hold_out=True)) == 8  # it has a validation split
     assert len(open_images("imagenet", root=tmp_path)) == 8
 
 
@@ -239,7 +239,7 @@ def test_folder_without_classes(tmp_path: Path) -> None:
     assert found.report == ("no class folders: every image has label 0",)
 
 
-def test_tiny_imagenet_as_it_unpacks(tmp_path: Path) -> None:
+def test_layout_of_tiny_imagenet(tmp_path: Path) -> None:
     root = tmp_path / "tiny-imagenet-200"
     for name in ("n01", "n02"):
         write_folder(root / "train" / name, {"images": 3}, (64, 64))
@@ -271,14 +271,14 @@ def test_a_class_missing_from_a_split(tmp_path: Path) -> None:
     assert found.report == ("1 of 2 classes have no image: a",)
 
 
-def test_an_image_outside_the_classes(tmp_path: Path) -> None:
+def test_an_image_outside_the_class_folders(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 2})
     picture(0).save(tmp_path / "stray.png")
     with pytest.raises(BadInput, match=r"stray\.png: an image outside the class folders"):
         open_images(tmp_path)
 
 
-def test_a_link_to_a_file_that_is_gone_is_a_broken_image(tmp_path: Path) -> None:
+def test_a_dangling_link_is_a_broken_image(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 6, "b": 4})
     before = fingerprint(open_images(tmp_path))
     (tmp_path / "a" / "001.png").unlink()
@@ -290,7 +290,7 @@ def test_a_link_to_a_file_that_is_gone_is_a_broken_image(tmp_path: Path) -> None
     assert list(feed.broken) == [1]
 
 
-def test_broken_images_are_left_out_of_what_is_held(tmp_path: Path) -> None:
+def test_broken_images_are_left_out_in_memory(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 6, "b": 4})
     data = (tmp_path / "a" / "001.png").read_bytes()
     (tmp_path / "a" / "001.png").write_bytes(data[: len(data) // 2])
@@ -305,15 +305,15 @@ def test_broken_images_are_left_out_of_what_is_held(tmp_path: Path) -> None:
         open_images(tmp_path).load([8], 12)
 
 
-def test_all_broken(tmp_path: Path) -> None:
+def test_a_set_of_broken_images_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.png").touch()
     with pytest.raises(BadInput, match="none of the 1"):
         open_images(tmp_path, size=8)
 
 
-def test_a_bomb_is_not_decoded(tmp_path: Path) -> None:
-    """By its header the image has 72 million pixels."""
+def test_a_decompression_bomb_is_not_decoded(tmp_path: Path) -> None:
+    """The header declares 72 million pixels."""
     write_folder(tmp_path, {"a": 2})
     data = bytearray((tmp_path / "a" / "001.png").read_bytes())
     data[16:24] = struct.pack(">II", 9_000, 8_000)
@@ -323,7 +323,7 @@ def test_a_bomb_is_not_decoded(tmp_path: Path) -> None:
         open_images(tmp_path).load([1], 8)
 
 
-def test_a_file_of_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_postscript_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow would give PostScript to Ghostscript."""
     from PIL import EpsImagePlugin
 
@@ -354,7 +354,7 @@ def test_a_large_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(open_images(folder)) == 6
 
 
-def test_one_image_cannot_be_held_out(tmp_path: Path) -> None:
+def test_a_class_of_one_image_cannot_be_held_out(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 9, "b": 1})
     assert len(open_images(tmp_path)) == 10
     with pytest.raises(BadInput, match=r"b/000\.png: .* class 'b'"):

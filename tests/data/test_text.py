@@ -1,4 +1,4 @@
-"""Text as tokens: splits, packing, order, tokenizers, the cache, and text that is no text."""
+"""Text as tokens: splits, packing, order, tokenizers, the cache, and bad input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text_of(found: Any) -> list[bytes]:
 # --- Splits -----------------------------------------------------------------------------------------------------------
 
 
-def test_documents_are_divided_without_loss_or_overlap(tmp_path: Path, opened: Any) -> None:
+def test_splits_of_documents_are_a_partition(tmp_path: Path, opened: Any) -> None:
     texts = {f"file{i}": f"text number {i}\n" * (i + 1) for i in range(30)}
     folder = files(tmp_path / "many", **texts)
     parts = {split: text_of(opened(folder, split, hold_out=True)) for split in ("train", "val", "test")}
@@ -94,7 +94,7 @@ def test_parquet_rows_are_documents(tmp_path: Path, opened: Any) -> None:
             opened(tmp_path / "set-train.parquet", split)
 
 
-def test_the_standard_library_is_always_there(opened: Any) -> None:
+def test_the_standard_library_is_a_text_set(opened: Any) -> None:
     train, test = opened("stdlib"), opened("stdlib", "test")
     assert len(train.ends) > 5 * len(test.ends) > 200
     assert all(len(text) < 200 for text in {*text_of(train)} & {*text_of(test)})  # a line of copyright
@@ -111,10 +111,10 @@ def test_english_prose(opened: Any) -> None:
     assert b" the " in text_of(test)[0]
 
 
-# --- Faults -----------------------------------------------------------------------------------------------------------
+# --- Bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_text_is_named(tmp_path: Path, opened: Any) -> None:
+def test_files_that_are_not_text_are_named(tmp_path: Path, opened: Any) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadInput, match="no files in it; a text is stdlib"):
         opened(tmp_path / "empty")
@@ -123,13 +123,13 @@ def test_what_is_no_text_is_named(tmp_path: Path, opened: Any) -> None:
     folder = files(tmp_path / "mixed", a=b"\x00\x01binary", b="latin é".encode("latin-1") * 40, c="", d="fine\n" * 40)
     found = opened(folder)
     assert found.report == ("1 document (a.txt) left out: not text (zero bytes in it)",)
-    assert len(found.ends) == 2  # an empty file is no document
+    assert len(found.ends) == 2  # empty files are skipped
     assert b"\xe9" in text_of(found)[0]  # bytes are kept as they are
     with pytest.raises(BadInput, match="the train split contains no text; 1 document"):
         opened(files(tmp_path / "binary", a=b"\x00" * 100))
 
 
-def test_changed_text_is_read_again_and_a_damaged_cache_is_named(tmp_path: Path, opened: Any) -> None:
+def test_changed_text_is_tokenized_again_and_a_damaged_cache_is_named(tmp_path: Path, opened: Any) -> None:
     folder = files(tmp_path / "text", a="one two three\n" * 20)
     before = opened(folder)
     (folder / "a.txt").write_bytes(b"one two thrEe\n" * 20)  # of the same length
@@ -146,7 +146,7 @@ def test_changed_text_is_read_again_and_a_damaged_cache_is_named(tmp_path: Path,
 
 
 def words(folder: Path, special: tuple[str, ...] = ()) -> Path:
-    """A byte-level BPE of a few merges, as a tokenizer.json."""
+    """Writes a tokenizer.json: a byte-level BPE with a few merges."""
     tokenizers = pytest.importorskip("tokenizers")
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -163,7 +163,9 @@ def words(folder: Path, special: tuple[str, ...] = ()) -> Path:
 
 
 @pytest.mark.parametrize("special", [(), ("</s>",)])
-def test_a_tokenizer_of_a_file_ends_every_document(tmp_path: Path, opened: Any, special: tuple[str, ...]) -> None:
+def test_a_tokenizer_file_adds_an_end_token_to_every_document(
+    tmp_path: Path, opened: Any, special: tuple[str, ...]
+) -> None:
     folder = words(tmp_path / "words", special)
     found = open_tokenizer(folder)
     text = "the cat sat on the mat, déjà vu\n" * 20
@@ -181,7 +183,7 @@ def test_a_tokenizer_of_a_file_ends_every_document(tmp_path: Path, opened: Any, 
     assert (again.end, again.size) == (found.end, found.size)
 
 
-def test_a_tokenizer_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadInput, match="not a Hugging Face tokenizer"):
         open_tokenizer(tmp_path)
@@ -198,12 +200,12 @@ def feed(tmp_path: Path, opened: Any) -> Any:
     return lambda **options: TextFeed(text, options.pop("batch", 4), options.pop("context", 16), **options)
 
 
-def test_an_epoch_holds_every_token_once(feed: Any) -> None:
+def test_an_epoch_has_every_token_once(feed: Any) -> None:
     made = feed(batch=1)
     for epoch in (0, 1):
         start = epoch * made.steps_per_epoch
         seen = torch.cat([ids for ids, _ in made.iterate(start, start + made.steps_per_epoch)]).flatten()
-        # Windows are cut at another place in each epoch, and of a circle: all tokens but less than one window.
+        # Each epoch cuts windows at another offset, cyclically, so less than one window of tokens is left out.
         counts, whole = (
             seen.bincount(minlength=257),
             torch.as_tensor(made.text.tokens.astype(int)).bincount(minlength=257),
@@ -216,7 +218,7 @@ def test_an_epoch_holds_every_token_once(feed: Any) -> None:
     assert not torch.equal(*first)
 
 
-def test_any_step_and_any_number_of_processes_give_the_same(feed: Any) -> None:
+def test_batches_do_not_depend_on_the_start_or_the_processes(feed: Any) -> None:
     whole = [*feed(seed=3).iterate(0, 60)]
     for start in (1, 37):
         assert all(torch.equal(a[0], b[0]) for a, b in zip(feed(seed=3).iterate(start, 60), whole[start:], strict=True))
