@@ -1,4 +1,4 @@
-"""Blocks that the tests build over and over."""
+"""Blocks that many tests use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def planted(
     biases: bool = True,
     norm: Norm | None = None,
 ) -> tuple[Block, Tensor]:
-    """A block whose skip some units add up to, W_down[:, S] W_up[S] = -A / c, and that S."""
+    """A block that can absorb its skip by flipping the units S, W_down[:, S] W_up[S] = -A / c, and that S."""
     g = numbers(seed)
     skip = torch.eye(d, dtype=torch.float64) if skip is None else skip
     o, d = skip.shape
@@ -61,14 +61,14 @@ def planted(
 
 
 def close(block: Block, other: Block, inputs: Tensor | None = None, seed: int = 5) -> float:
-    """The largest difference of two blocks in float64, relative to the first."""
+    """The largest difference of the outputs of two blocks in float64, relative to the first."""
     x = normal(numbers(seed), 200, block.inputs) * 3 if inputs is None else inputs
     truth = block.double()(x)
     return float((other.double()(x) - truth).abs().max() / truth.abs().max())
 
 
 def errors(block: Block, other: Block, x: Tensor) -> tuple[float, float] | None:
-    """What a replacement errs by as stored and what the block loses, or None where the block overflows."""
+    """The error of a stored replacement and the loss of the block, or None if the block overflows."""
     low = x.to(block.dtype)
     wide, exact = block.double(), low.double()
     truth, here = wide(exact), block(low).double()

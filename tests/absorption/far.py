@@ -1,7 +1,7 @@
-"""A device that is none: tensors that say they are elsewhere, so that what crosses over can be counted.
+"""A simulated device: its tensors report another device, so that transfers to the CPU can be counted.
 
-Their numbers lie on the CPU. Every operation is checked as a GPU would check it (no mixing of devices), every copy to
-the CPU and every number that is read is written down, and so are the bytes that are held at a time.
+Their data are on the CPU. Every operation is checked as a GPU would check it (no mixing of devices). Every copy to the
+CPU and every number that is read is recorded, and so is the peak memory in bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unskip.absorption import Block, Norm
 
-FAR = "lazy"  # a device word that torch knows and that nothing stands behind
+FAR = "lazy"  # a device type that torch knows and that has no backend
 EITHER = ("aten.index.Tensor", "aten.index_put", "aten._index_put_impl_", "aten.copy_")  # may read from the CPU
 
 
 class FarTensor(Tensor):
-    """A tensor that says it is on the far device."""
+    """A tensor that reports the far device as its own."""
 
     inner: Tensor
     log: Far
@@ -54,11 +54,11 @@ class FarTensor(Tensor):
 
 
 class Far(TorchDispatchMode):
-    """Within it the far device exists."""
+    """The mode in which operations on the far device run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.moved: list[int] = []  # entries of each thing that came to the CPU
+        self.moved: list[int] = []  # number of entries of each transfer to the CPU
         self.steps = 0  # operations on the far device
         self.held = self.peak = 0  # bytes
         self._users: dict[int, int] = {}
@@ -95,7 +95,7 @@ class Far(TorchDispatchMode):
             self.moved.append(max(x.numel() for x in far))
         if not ends:
             return out
-        same = {id(x.inner): x for x in far}  # what an operation in place gives back
+        same = {id(x.inner): x for x in far}  # an operation in place returns its argument
         return tree_map(lambda x: same[id(x)] if id(x) in same else self.wrap(x), out)
 
     def wrap(self, value: Any) -> Any:
@@ -107,7 +107,7 @@ def _inner(value: Any) -> Any:
 
 
 def send(block: Block) -> Block:
-    """The block with its weights on the far device."""
+    """Moves the weights of a block to the far device."""
 
     def sent(value: Any) -> Any:
         if isinstance(value, tuple):

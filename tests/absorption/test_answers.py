@@ -1,4 +1,4 @@
-"""An answer or a refusal for odd weights, dtypes and domains, and counterexamples to the rule of `test_sound.py`."""
+"""Verdicts and errors for unusual weights, dtypes and domains, and counterexamples to the rule of `test_sound.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_too_few_inputs_are_refused() -> None:
 
 
 def test_a_replacement_that_only_float64_holds_is_named() -> None:
-    """d spare units are enough, but split rows carry their biases along, which costs digits in float32."""
+    """d spare units are enough, but split rows keep their biases, which costs digits in float32."""
     g = numbers(0)
     up, down = 0.3 * normal(g, 24, 8), 0.2 * normal(g, 8, 24)
     down[:, :8] = 0
@@ -61,7 +61,7 @@ def test_a_linear_replacement_that_its_dtype_does_not_hold_is_not_possible() -> 
 
 
 def test_what_cannot_be_measured_is_not_possible() -> None:
-    """The block overflows float16 at every size of input, so nothing says that a replacement is as good."""
+    """The block overflows float16 on inputs of every size, so no replacement can be compared with it."""
     g = numbers(0)
     up, down, bias = ((2e4 * normal(g, *shape)).half() for shape in ((6, 3), (3, 6), (6,)))
     block = Block(up, down, up_bias=bias, down_bias=torch.zeros(3).half(), activation="relu", skip=1e4)
@@ -127,7 +127,7 @@ def test_weights_of_two_dtypes_are_asked_like_the_same_numbers_in_one(
 def test_an_oblique_direction_of_the_skip_is_not_dropped(
     seed: int, size: float, share: float, dtype: torch.dtype
 ) -> None:
-    """No unit sees (1, -1, 0), along which the skip is small, so no block of these units has it."""
+    """All rows are orthogonal to (1, -1, 0), along which the skip is small, so these units cannot reproduce it."""
     draw = torch.Generator().manual_seed(seed)
     rows, other = normal(draw, 3, 2), normal(draw, 2, 3)
     inverse = torch.linalg.pinv(rows)
@@ -142,7 +142,7 @@ def test_an_oblique_direction_of_the_skip_is_not_dropped(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_large_units_of_other_channels_do_not_pay_for_an_error(seed: int) -> None:
-    """Units that cancel are large in three channels; in the fourth a part of 1e-4 of the skip is missing."""
+    """In three channels there are large units that cancel; in the fourth 1e-4 of the skip is missing."""
     draw = torch.Generator().manual_seed(seed)
     rows, other = normal(draw, 5, 3), normal(draw, 3, 5)
     inverse = torch.linalg.pinv(rows)
@@ -156,7 +156,7 @@ def test_large_units_of_other_channels_do_not_pay_for_an_error(seed: int) -> Non
 
 @pytest.mark.parametrize("seed", [716, 920])
 def test_large_biases_keep_the_rule_at_every_size(seed: int) -> None:
-    """Where inputs begin to count beside the biases a replacement errs most, and that is between two sizes."""
+    """The error is largest for inputs whose terms are about as large as the biases, between two measured sizes."""
     g = numbers(seed)
     up, down, skip = (normal(g, 9, 3) / 8).bfloat16().double(), normal(g, 3, 9) / 16, normal(g, 3, 3)
     down[:, :5] = -skip @ torch.linalg.pinv(up[:5])

@@ -1,4 +1,4 @@
-"""Adversarial blocks against an oracle in exact fractions that shares no code with the library."""
+"""Adversarial blocks, compared with an oracle in exact fractions that shares no code with the library."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_thousands(seed: int) -> None:
 
 
 def test_the_oracle_knows_blocks_that_were_solved_by_hand() -> None:
-    """x - relu(x) flips; x - relu(x) / 2 does not; two dead units carry any one direction."""
+    """x - relu(x) is absorbed by a flip, x - relu(x) / 2 is not, and two dead units represent any rank-one skip."""
 
     def truth(up: list[float], down: list[float], width: int) -> bool:
         weights = {"up": np.array(up)[:, None], "down": np.array(down)[None], "bias": np.zeros(len(up))}

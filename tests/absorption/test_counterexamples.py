@@ -1,4 +1,4 @@
-"""Blocks that defeat a careless engine. Each is an equality written out, so that the test itself is the proof."""
+"""Blocks on which a careless decision is wrong. Each equality is written out, so the test itself is the proof."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unskip.absorption import Activation, Block, Certificate, Norm, absorb, regi
 
 
 def test_hardswish_with_three_parallel_rows() -> None:
-    """No flip set adds up to -1, and yet another block of three units is the same function."""
+    """No flip set adds up to -1, but another block of three units is the same function."""
     up = torch.tensor([[6.0], [2.0], [6.0]], dtype=torch.float64)
     bias = torch.tensor([-3.0, -3.0, -9.0], dtype=torch.float64)
     down = -torch.tensor([[1 / 48, 3 / 16, 1 / 16]], dtype=torch.float64)
@@ -38,7 +38,7 @@ def test_hardswish_with_three_parallel_rows() -> None:
 
 
 def test_a_user_activation_never_leads_to_impossible() -> None:
-    """Snake, z + sin(z)^2, is of class O, but its units have relations of their own."""
+    """Snake, z + sin(z)^2, is of class O, but its units satisfy additional linear relations."""
     snake = register(Activation("snake", lambda z: z + torch.sin(z).square(), odd=Fraction(2)))
     assert not snake.trusted
     block = generic(4, 9)
@@ -57,9 +57,9 @@ def test_a_user_activation_never_leads_to_impossible() -> None:
 
 
 def test_spectral_test_on_a_skip_with_few_outputs() -> None:
-    """d_out < d: W_down has no third singular value, and still a split and a fresh pair make up a skip of rank two.
+    """d_out < d: W_down has no third singular value, but a split and a fresh pair reproduce a skip of rank two.
 
-    Which row to split is not searched for; but singular values must not rule it out.
+    The search does not find the row to split, but the singular values must not rule it out.
     """
     g = numbers(0)
     up, down = normal(g, 12, 10), normal(g, 2, 12)
@@ -74,7 +74,7 @@ def test_spectral_test_on_a_skip_with_few_outputs() -> None:
 
 @pytest.mark.parametrize("word", ["relu", "leaky_relu", "elu", "abs", "relu6", "hardswish"])
 def test_on_a_ball_units_can_be_affine(word: str) -> None:
-    """s + v phi(s + 10) = (1 + v) phi(s + 10) - 10 where s stays small: the verdict for R^d does not hold there."""
+    """s + v phi(s + 10) = (1 + v) phi(s + 10) - 10 for small s, so the verdict for R^d does not hold on a ball."""
     shift = 3.0 if word == "relu6" else 10.0
     v = 0.3
     one = torch.ones(1, 1).double()
@@ -95,7 +95,7 @@ def test_on_a_ball_units_can_be_affine(word: str) -> None:
 
 
 def test_on_a_ball_one_spare_relu_makes_up_rank_one() -> None:
-    """On all of R^3 the spare unit is not enough; on the ball a unit whose kink misses it gives any rank-one alone."""
+    """One spare unit is not enough on R^3; on a ball a unit with its kink outside represents any rank-one map."""
     g = numbers(1)
     up, down = normal(g, 6, 3), normal(g, 3, 6)
     down[:, 5] = 0
@@ -111,7 +111,7 @@ def test_on_a_ball_one_spare_relu_makes_up_rank_one() -> None:
 
 @pytest.mark.parametrize("d", range(5, 14, 2))
 def test_columns_that_the_norm_hides_are_spare(d: int) -> None:
-    """A column of equal entries vanishes behind a LayerNorm, though its projection is not exactly zero in floats."""
+    """A LayerNorm removes a column of equal entries, although its projection is not exactly zero in floating point."""
     g = numbers(d)
     h = 3 * d
     up, down = normal(g, h, d), normal(g, d, h)
@@ -124,7 +124,7 @@ def test_columns_that_the_norm_hides_are_spare(d: int) -> None:
 
 
 def test_pre_norm_on_a_sphere_is_an_ordinary_block() -> None:
-    """Inputs that are already normed with eps = 0: norm(x) = x, so the impossibility of R^d says nothing there."""
+    """Inputs that are already normalised, with eps = 0: norm(x) = x, so the verdict for R^d does not hold there."""
     block, _ = planted(6, 24, "relu", seed=1)
     norm = Norm("rmsnorm", "pre", 0.0)
     normed = Block(block.up, block.down, up_bias=block.up_bias, down_bias=block.down_bias, activation="relu", norm=norm)
@@ -203,9 +203,9 @@ def test_widths_below_and_above() -> None:
 
 
 def test_units_that_cancel_once_a_norm_has_taken_most_of_them() -> None:
-    """Small differences beside a large part that the norm hides: what rounding left of that part is no key of its own.
+    """The norm removes a large part of the columns, and the rounding that remains of it must not count as a key.
 
-    The first two units are one key with columns that cancel, so they are spare; the third makes up the skip.
+    The first two units are one key with columns that cancel, so they are spare; the third reproduces the skip.
     """
     small = 2.0**-20 * torch.tensor([1.0, -3.0, 2.0], dtype=torch.float64)
     other = 2.0**-20 * torch.tensor([3.0, 1.0, -5.0], dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_units_that_cancel_once_a_norm_has_taken_most_of_them() -> None:
 
 
 def test_forged_verdicts() -> None:
-    """A certificate of another block, and a skip that was dropped where rounding of the weights would hide it."""
+    """A certificate of another block, and a dropped skip that is within the rounding of the weights."""
     one = torch.ones(1, 1).double()
     ten, zero = torch.full((1,), 10.0).double(), torch.zeros(1).double()
     block = Block(one, 0.3 * one, up_bias=ten, down_bias=zero, activation="relu")

@@ -1,4 +1,4 @@
-"""Blocks whose sizes and rounding defeat a careless engine: heavy units, tiny columns, squares that overflow."""
+"""Blocks whose sizes and rounding mislead a careless decision: large units, tiny columns, squares that overflow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_heavy_unit_does_not_hide_the_skip(dtype: torch.dtype, size: float) 
 
 
 def test_scaled_duplicates_that_rounding_told_apart() -> None:
-    """Exactly there is no spare unit; merged they give d of them, and then the skip fits within rounding."""
+    """In exact arithmetic no unit is spare. Merging the units would make d of them spare, and the skip absorbable."""
     g = numbers(0)
     d = 6
     up = normal(g, 12, d).float()
@@ -57,7 +57,7 @@ def test_columns_of_next_to_nothing() -> None:
 
 
 def test_weights_whose_squares_leave_float64() -> None:
-    """x 1e-20 - 1e150 relu(1e-170 x) can be flipped; the norms of its rows are 0 in floats."""
+    """x 1e-20 - 1e150 relu(1e-170 x) can be flipped; the norms of its rows are 0 in floating point."""
     block = Block(1e-170 * eye(2), -1e150 * eye(2), activation="relu", skip=1e-20)
     verdict = absorb(block)
     assert verdict.status == "undecided"
@@ -66,14 +66,14 @@ def test_weights_whose_squares_leave_float64() -> None:
 
 @pytest.mark.parametrize("scale", [4.0, 8.0, 30.0])
 def test_a_linear_block_does_not_drop_its_skip(scale: float) -> None:
-    """In bfloat16 a skip is within the rounding of large weights; that makes it no smaller."""
+    """In bfloat16 a skip may be within the rounding of large weights, and must not be dropped."""
     g = numbers(0)
     up, down = (scale * normal(g, 8, 16) / 4).bfloat16(), (scale * normal(g, 16, 8) / 3).bfloat16()
     assert absorb(Block(up, down, activation="identity")).status != "possible"
 
 
 def test_box_constraints_on_weights_of_uneven_size() -> None:
-    """Numbers on which a trust-region method for box constraints does not come to an end."""
+    """Numbers on which a trust-region method for box constraints does not converge."""
     from unskip.absorption._search import full_equation, search
 
     joint = [
@@ -100,7 +100,7 @@ def test_box_constraints_on_weights_of_uneven_size() -> None:
 
 @pytest.mark.parametrize("word", ["softplus:0.5", "log_sigmoid", "squareplus"])
 def test_units_that_are_not_zero_at_zero_stand_the_check(word: str) -> None:
-    """A fresh pair adds up to something linear; what its two units are at the origin cancels, with its rounding."""
+    """A fresh pair adds up to a linear map: the values of its units at the origin cancel, with their rounding."""
     up = torch.tensor([[2.0, 1, 1], [0, 0, -2], [-2, -1, -1], [0, 0, -2]], dtype=torch.float64)
     down = 2.0**-20 * torch.tensor([[-1.0, 3, 0, 0], [-3, 0, 4, 0], [-2, -1, 6, 1]], dtype=torch.float64)
     skip = 2.0**-20 * torch.tensor([[2.0, 1, 1], [6, 3, 3], [4, 2, 2]], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The flip criterion: planted blocks are found, generic ones refused with a proof, small ones match the truth."""
+"""The flip criterion: planted flip sets are found, and generic blocks are impossible, with a certificate."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_all_units_flip_and_none() -> None:
     verdict = absorb(block)
     assert (verdict.status, verdict.error) == ("possible", 0.0)
     assert close(block, verdict.replacement()) == 0
-    assert absorb(verdict.replacement()).status == "possible"  # once more changes nothing
+    assert absorb(verdict.replacement()).status == "possible"  # absorbing again changes nothing
     assert absorb(block, width=40).replacement().width == 40
 
 

@@ -1,4 +1,4 @@
-"""Units that count for nothing: dead, constant, equal, mirrored and cancelling ones, and what they make possible."""
+"""Inactive and spare units: dead, constant, equal, mirrored and cancelling ones, and which skips they absorb."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def block_with(spares: int, how: str, word: str, d: int = 4, h: int = 12) -> Blo
             up[j], bias[j] = -up[i], -bias[i]
         elif how == "scaled":
             up[j], bias[j] = 2 * up[i], 2 * bias[i]
-        else:  # both units of a key that cancels
+        else:  # both units of a key whose columns cancel
             up[j], bias[j], down[:, j] = up[i], bias[i], -down[:, i]
     return Block(up, down, up_bias=bias, down_bias=torch.zeros(d).double(), activation=word)
 
@@ -70,7 +70,7 @@ def test_one_fewer_is_not_enough(how: str) -> None:
 
 
 def test_a_middle_that_is_left_open() -> None:
-    """Too many uses of the spare units to try, and no obstruction: undecided."""
+    """There are too many uses of the spare units to try and no obstruction, so the verdict is undecided."""
     g = numbers(0)
     d, h = 8, 40
     up, down = 3 * normal(g, h, d), 3 * normal(g, d, h)
@@ -92,7 +92,7 @@ def test_no_unit_at_all_counts() -> None:
     assert verdict.status == "impossible"
     assert verdict.verify()
     wide = absorb(Block(torch.zeros(8, 4).double(), torch.ones(4, 8).double(), activation="gelu"))
-    assert wide.status == "possible"  # eight idle units are four pairs
+    assert wide.status == "possible"  # eight inactive units are four pairs
     assert close(wide.block, wide.replacement()) < 1e-12
 
 
@@ -104,8 +104,8 @@ def test_no_unit_at_all_counts() -> None:
 def test_idle_units_leave_flips_alone_where_no_unit_is_spare(
     how: str, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the width of the keys only flips are left, and the idle units' constants are among what they make up."""
-    monkeypatch.setattr(_decide, "MAX_CHECKED", 0)  # the certificate as the search found it
+    """If the width is the number of keys only flips are possible, and they have to reproduce the constants too."""
+    monkeypatch.setattr(_decide, "MAX_CHECKED", 0)  # keep the certificate of the search, unchecked
     block = replace(block_with(2, how, word), down_bias=None)
     verdict = absorb(block, width=8 if how == "cancelling" else 10)
     assert verdict.status == "impossible"
@@ -116,13 +116,13 @@ def test_idle_units_leave_flips_alone_where_no_unit_is_spare(
 
 @pytest.mark.parametrize("word", ["gelu", "relu"])
 def test_the_constant_of_a_dead_unit_is_counted(word: str) -> None:
-    """A dead unit gives W_down phi(b). A flip set that makes it up as well is taken, one that does not is not."""
+    """A dead unit adds W_down phi(b). A flip set is accepted only if it reproduces this constant as well."""
     g = numbers(3)
     up, down, bias = normal(g, 9, 3), normal(g, 3, 9), normal(g, 9)
-    down[:, :3] = -torch.linalg.inv(up[:3])  # the first three make up the skip
+    down[:, :3] = -torch.linalg.inv(up[:3])  # the first three units reproduce the skip
     up[8], bias[8] = 0, 0.7
     height = resolve(word)[0].function(bias[8:])
-    down[:, 8] = -(down[:, :3] @ bias[:3]) / height  # and this what flipping them leaves
+    down[:, 8] = -(down[:, :3] @ bias[:3]) / height  # and this one the constant that their flips leave
     block = Block(up, down, up_bias=bias, activation=word)
     verdict = absorb(block, width=8)
     assert verdict.status == "possible"
@@ -137,7 +137,7 @@ def test_the_constant_of_a_dead_unit_is_counted(word: str) -> None:
 
 
 def test_what_output_biases_do_not_make_possible_is_impossible_without_them() -> None:
-    """Units to spare and no output bias: the certificates of the freer question hold."""
+    """With spare units and no output bias, the certificates of the problem with output biases hold."""
     weak = block_with(1, "dead column", "gelu")
     weak = replace(weak, up=weak.up / 20, down=weak.down / 20, down_bias=None)
     verdict = absorb(weak)
@@ -146,13 +146,13 @@ def test_what_output_biases_do_not_make_possible_is_impossible_without_them() ->
     assert verdict.verify()
 
 
-# --- Many of them -----------------------------------------------------------------------------------------------------
+# --- Many units -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("word", ["relu", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_thousands_of_equal_and_mirrored_units(word: str, dtype: torch.dtype) -> None:
-    """Three keys in 2,000 units: pairs that are joined already are not compared again."""
+    """2,000 units have three keys: pairs that are already merged are not compared again."""
     g = numbers(0)
     rows, which = normal(g, 3, 6), torch.randint(3, (2000,), generator=g)
     sign = torch.randint(0, 2, (2000, 1), generator=g) * 2.0 - 1
@@ -163,7 +163,7 @@ def test_thousands_of_equal_and_mirrored_units(word: str, dtype: torch.dtype) ->
     assert torch.equal(keys.sizes.sort().values, torch.bincount(which).sort().values)
     verdict = absorb(block, width=3)
     assert verdict.verify()
-    if dtype == torch.float64:  # in bfloat16 each adds less than rounding of all of them
+    if dtype == torch.float64:  # in bfloat16 each contributes less than the rounding of all
         seen = group_units(problem_of(block, 3, "as-is"))
         assert seen is not None
         assert torch.equal(seen.first, keys.first)

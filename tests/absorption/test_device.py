@@ -1,4 +1,4 @@
-"""The decision and its check stay where the weights are: vectors and numbers leave, weights do not."""
+"""The decision and its check run on the device of the weights: only vectors and numbers are copied to the CPU."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_weights_stay_where_they_are(name: str, dense: int, monkeypatch: pytest.
             assert there.flips.tolist() == here.flips.tolist()
             assert there.replacement().up.device == there.block.up.device
     large = [size for size in far.moved if size > 2 * max(D, H)]
-    assert len(large) <= (1 if name.startswith("twins") else 0)  # with units to spare, rows for a QR with pivoting
+    assert len(large) <= (1 if name.startswith("twins") else 0)  # with spare units, the rows for a QR with pivoting
 
 
 def test_spare_units_are_used_there() -> None:
@@ -92,13 +92,13 @@ def test_spare_units_are_used_there() -> None:
 
 @pytest.mark.parametrize("degenerate", [False, True])
 def test_the_number_of_steps_does_not_grow_with_the_units(degenerate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU waits for the host at every number that is read, and every step is a kernel to start."""
+    """Every number that is read synchronises the GPU with the host, and every step launches a kernel."""
     monkeypatch.setattr(_search, "MAX_DENSE", 1000)
     found = []
     for h in (64, 768):
         with Far() as far:
             block = twins(h) if degenerate else generic(D, h, dtype=torch.float32)
-            verdict = absorb(send(replace(block, skip=20.0)), width=h - 6 if degenerate else h)  # as many as keys
+            verdict = absorb(send(replace(block, skip=20.0)), width=h - 6 if degenerate else h)  # as many units as keys
             assert verdict.status == "impossible"
             assert verdict.verify()
         found.append(far)

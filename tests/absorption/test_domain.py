@@ -1,4 +1,4 @@
-"""Verdicts on part of the inputs, with a tolerance, and skips that go into the next linear map."""
+"""Verdicts on bounded domains, verdicts with a tolerance, and skips that are folded into the next linear map."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unskip.errors import BadInput
 
 
 def shifted(seed: int = 0, far: int = 6, d: int = 4, h: int = 12) -> Block:
-    """A ReLU block whose first units have their hinges far from the origin, at 10 row lengths and more."""
+    """A ReLU block in which the first `far` units have their hinges at a distance of 10 from the origin."""
     g = numbers(seed)
     up, down, bias = normal(g, h, d), normal(g, d, h), 0.1 * normal(g, h)
     bias[:far] = 10 * up[:far].norm(dim=1) * torch.where(normal(g, far) > 0, 1.0, -1.0)
@@ -44,11 +44,11 @@ def test_hinges_outside_the_domain_are_spare_units(name: str) -> None:
     assert verdict.domain == domain.text
     assert verdict.verify()
     assert close(block, verdict.replacement(), inside(domain)) < 1e-11
-    assert close(block, verdict.replacement(), 100 * normal(numbers(0), 50, 4)) > 1e-3  # and nowhere else
+    assert close(block, verdict.replacement(), 100 * normal(numbers(0), 50, 4)) > 1e-3  # and not outside it
 
 
 def test_inputs_near_the_center_are_not_all_alike() -> None:
-    """On two points alone a float32 replacement once passed that erred 11 times as much as its block between them."""
+    """With two points only, a float32 replacement passed whose error between them was 11 times that of its block."""
     x = Domain.ball(torch.zeros(1), 30.0).sample(48, numbers(0), 0.1)
     assert float(x.abs().max()) <= 0.1 + 1e-12
     assert len(x.unique()) == 48
@@ -59,7 +59,7 @@ def test_where_every_hinge_cuts_the_domain_nothing_changes(name: str) -> None:
     verdict = absorb(shifted(far=0), domain=DOMAINS[name])
     assert verdict.status == "impossible"
     assert verdict.verify()
-    # The same certificate does not hold on a domain that some hinges miss.
+    # The same certificate does not hold if some hinges miss the domain.
     assert not replace(verdict, block=shifted(far=2), inputs=DOMAINS[name]).verify()
 
 
@@ -83,7 +83,7 @@ def test_words_for_domains() -> None:
 
 @pytest.mark.parametrize("word", ["gelu", "tanh", "mish", "swiglu", "relu2", "elu", "relu6"])
 def test_other_activations_on_a_domain(word: str) -> None:
-    """Analytic ones are equal everywhere where they are on a ball; for those with kinks nothing is claimed."""
+    """Equality on a ball extends to all inputs for analytic activations; for those with kinks nothing is claimed."""
     gate = normal(numbers(2), 12, 4) if word == "swiglu" else None
     plain = generic(4, 12)
     block = Block(plain.up, plain.down, gate, activation=word)
@@ -91,17 +91,17 @@ def test_other_activations_on_a_domain(word: str) -> None:
     assert verdict.status == ("undecided" if word in ("elu", "relu6") else "impossible")
     assert verdict.verify()
     away = Domain.ball(torch.full((4,), 9.0), 1.0)
-    if word == "relu2":  # the origin is where the argument about degrees looks
+    if word == "relu2":  # the argument about degrees needs the origin
         assert absorb(block, domain=away).status == "undecided"
 
 
 def test_a_domain_of_data_holds_the_data() -> None:
     x = normal(numbers(4), 200, 5) @ normal(numbers(5), 5, 5) + 3
-    x[:, 2] = 7.0  # a channel that never moves
+    x[:, 2] = 7.0  # a constant channel
     domain = Domain.around(x, margin=0.05)
     assert bool(domain.holds(x).all())
     assert bool((domain.reach(normal(numbers(6), 9, 5)) > 0).all())
-    x[:, 1] *= 1e5  # one massive channel makes no other one wider
+    x[:, 1] *= 1e5  # one massive channel does not widen the others
     assert domain.reach(torch.eye(5)[:1].double()) == pytest.approx(
         Domain.around(x, 0.05).reach(torch.eye(5)[:1].double())
     )
@@ -135,7 +135,7 @@ def test_a_flip_set_beside_mirrored_units_and_a_unit_that_sees_nothing(word: str
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_dead_units_carry_a_skip_of_their_rank(rank: int) -> None:
-    """Pairs of dead units make up a skip of as many unequal singular values, and not of one more."""
+    """2 r dead units reproduce a skip of rank r with unequal singular values, and one unit fewer does not."""
     g = numbers(rank)
     left, right = (torch.linalg.qr(normal(g, 8, 8))[0][:, :rank] for _ in range(2))
     skip = left @ torch.diag(torch.logspace(0, -3, rank, dtype=torch.float64)) @ right.mT

@@ -1,4 +1,4 @@
-"""Activations that need no search: closed-form verdicts, under the hypotheses on biases that they need."""
+"""Activations that need no search: closed-form verdicts, and the hypotheses on biases that they need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gated(word: str, biases: bool = False, seed: int = 0, **more: object) -> Blo
     return Block(up, down, gate, activation=word, **held, **more)  # type: ignore[arg-type]
 
 
-# --- The facts of the table -------------------------------------------------------------------------------------------
+# --- Properties of activations ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("word", [*CLASS_O, "leaky_relu:0.3", "leaky_relu:-3", "silu:2.5", "softplus:0.7"])
@@ -46,7 +46,7 @@ def test_facts_hold_in_numbers(word: str) -> None:
         assert float(phi.function(1e6 * GRID).abs().max()) <= 6
     if phi.family == "even":
         assert torch.equal(values, phi.function(-GRID))
-    if phi.family not in ("odd-linear", "linear"):  # and no other word has a linear odd part
+    if phi.family not in ("odd-linear", "linear"):  # no other activation has a linear odd part
         odd = values - phi.function(-GRID)
         assert word == "square" or phi.family == "even" or float((odd / GRID.clamp(min=1e-3))[3100:].std()) > 1e-3
 
@@ -89,7 +89,7 @@ def test_gated(word: str) -> None:
     assert verdict.verify()
     assert absorb(block, biases="allowed").status == "undecided"
     assert absorb(gated(word, biases=True)).status == "undecided"
-    # An output bias does no harm.
+    # An output bias does not change the verdict.
     const = gated(word, down_bias=torch.ones(5).double())
     assert absorb(const).status == verdict.status
 
@@ -103,7 +103,7 @@ def test_a_plain_word_with_a_gate_is_the_gated_word() -> None:
 
 
 def test_the_quotients_that_the_linearisation_is_about() -> None:
-    """F(t x) / t -> A x and G(t x) / t -> 0, in numbers."""
+    """F(t x) / t -> A x and G(t x) / t -> 0, checked numerically."""
     block = gated("swiglu", skip=0.5)
     x = normal(numbers(2), 5)
     assert torch.allclose(block(1e-7 * x) / 1e-7, 0.5 * x, atol=1e-4)
@@ -124,14 +124,14 @@ def test_squared_relu_and_square_with_biases_are_open() -> None:
 
 
 def test_without_output_biases_the_constant_has_to_fit() -> None:
-    """Flipping moves a constant into the output bias; where there is none, the same flip set is not enough."""
+    """Flipping moves a constant into the output bias; without an output bias the same flip set is not enough."""
     block, chosen = planted(5, 20, "gelu", seed=3)
     asked = Block(block.up, block.down, up_bias=block.up_bias, activation="gelu")
     verdict = absorb(asked)
     assert verdict.status == "impossible"
     assert verdict.verify()
     assert absorb(asked, biases="allowed").status == "possible"
-    # A bias with W_down[:, S] b[S] = 0 needs none.
+    # If W_down[:, S] b[S] = 0, no output bias is needed.
     bias = block.up_bias.clone()  # type: ignore[union-attr]
     down = block.down[:, chosen]
     bias[chosen] -= torch.linalg.pinv(down) @ (down @ bias[chosen])
@@ -168,7 +168,7 @@ def test_shifted_softplus_keeps_its_digits() -> None:
 @pytest.mark.parametrize("word", CLASS_O)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_tiny_rows_with_large_columns(word: str, dtype: torch.dtype) -> None:
-    """Rounding to a coarse dtype moves the planted weights, so one of the scales may be undecided there."""
+    """Rounding to a coarse dtype changes the planted weights, so one of the scales may be undecided there."""
     statuses = []
     for scale in (1e-6, 1e-12, 1e-20):
         block, chosen = planted(4, 12, word)

@@ -1,4 +1,4 @@
-"""Anything that a block can be, at random: nothing crashes, and every verdict passes its own check."""
+"""Random blocks of every kind: nothing crashes, and every verdict passes verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks whose rank-ones are too many to write out: sketches, normal equations, and what they come to."""
+"""Blocks whose rank-one terms are too many to write out: subsampled problems and normal equations."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_other_skips(rank: int) -> None:
 
 @pytest.mark.parametrize(("d", "h"), [(6, 300), (3, 700)])
 def test_a_box_that_is_missed_by_little(d: int, h: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More units than equations: t exists, but not in [0, 1]. Y is normal to a face of what flips can reach."""
+    """With more units than equations t exists, but not in [0, 1]. Y is normal to a face of the set of all flips."""
     monkeypatch.setattr(_search, "MAX_DENSE", 10**7)
     g = numbers(0)
     joint, rows, normal_to = normal(g, d, h), normal(g, h, d) * torch.exp(normal(g, h, 1)), normal(g, d, d)
@@ -81,6 +81,6 @@ def test_a_box_that_is_missed_by_little(d: int, h: int, monkeypatch: pytest.Monk
     g_k = torch.einsum("ik,ij,kj->k", joint, matrix, rows)
     bound = (matrix * goal).sum() - g_k.clamp(min=0).sum()
     assert float(bound) == pytest.approx(dual.bound, rel=1e-6)
-    # What is inside is not barred, and it comes to an end.
+    # A goal inside the box is not ruled out, and the search ends.
     inside = joint @ (0.5 + 0.4 * torch.cos(torch.arange(h).double()))[:, None].mul(rows)
     assert _search.search(_search.full_equation(joint, rows, inside, 1e-9), lambda flips: False) is None

@@ -1,4 +1,4 @@
-"""Every cell of the map is put to the engine."""
+"""Decides an example of every cell of the map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models: every MLP site gets its verdict, and what may be rewritten is, and comes back."""
+"""Whole models: every MLP site gets a verdict, and `apply` rewrites the sites that it can and undoes it."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def test_approximate_fits_to_data() -> None:
 
 
 def test_approximate_refuses_what_is_too_far() -> None:
-    """Sites above the threshold are left alone, and a model that differs by more stays as it was."""
+    """Sites with an error above the threshold are not rewritten, and the model stays as it was."""
     model = Plain(possible=False)
     before = model(X)
     nothing = absorption.apply(model, "approximate", data=X, max_error=1e-4)
     assert not nothing.done
     assert all("max_error" in why for why in nothing.left.values())
     assert torch.equal(model(X), before)
-    few = absorption.apply(model, "approximate", data=X[:80])  # 40 of them to fit 24 units by
+    few = absorption.apply(model, "approximate", data=X[:80])  # 40 of them are used to fit 24 units
     assert not few.done
     assert all("40 inputs are too few" in why for why in few.left.values())
 
@@ -156,7 +156,7 @@ def test_a_vision_transformer() -> None:
         assert row.bare.extra_width == 24
         assert row.bare.flip_bound is not None
         assert row.approximation is not None
-        assert row.verdict.flip_bound is None  # so what the table shows is the bare MLP's, and says so
+        assert row.verdict.flip_bound is None  # so the table shows that of the MLP alone
         assert f"{row.bare.flip_bound:.3g} of 4.9" in str(scan)
     assert "MLP alone" in str(scan)
     assert "What you can do" in str(scan)
@@ -204,7 +204,7 @@ def test_tied_layers_are_left_alone() -> None:
 
 def test_every_module_keeps_its_mode() -> None:
     model = Plain().train()
-    model.act.eval()  # as a frozen part of a model that trains
+    model.act.eval()  # like a frozen part of a model in training
     modes = [module.training for module in model.modules()]
     absorption.apply(model, "exact", X).undo()
     assert [module.training for module in model.modules()] == modes
@@ -220,12 +220,12 @@ def test_a_batch_is_read_until_there_are_inputs_enough(monkeypatch: pytest.Monke
     monkeypatch.setattr(_from, "trace_model", counted)
     x = normal(numbers(2), 4 * _from.INPUTS, 6)
     found = _from.streams(Plain(), example_for(Plain(), x), _from.INPUTS)
-    assert len(recorded) == 2  # a few samples, and as many as are 1,024 inputs
+    assert len(recorded) == 2  # a few samples, then as many as have 1,024 inputs
     assert torch.equal(found[0], x[: _from.CHUNK + _from.INPUTS])
 
 
 def test_a_fit_uses_more_inputs_than_it_needs() -> None:
-    """Half of 400 are fitted to, and half of those held out; 63 would do for 24 units, and would be fitted too well."""
+    """Half of 400 inputs are used, and half of those held out; 63 are enough for 24 units, but a fit would overfit."""
     applied = absorption.apply(
         Plain(nn.ReLU, possible=False), "approximate", data=normal(numbers(2), 400, 6), max_error=9
     )
@@ -260,7 +260,7 @@ def test_masked_outputs_are_compared_where_they_are_finite(mode: str) -> None:
 
 
 class Head(nn.Module):
-    """An absorbable block whose first weight a head holds as well, or whose stream is scaled by channel."""
+    """An absorbable block that shares its first weight with a head, or whose stream is scaled by channel."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Norms: before the branch nothing goes, and after the sum a shift is free."""
+"""Norms: with one on the branch no skip can be absorbed, and one after the sum leaves a shift free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unskip.absorption import Block, Norm, absorb
 
 
 def shifted(d: int, h: int, word: str, norm: Norm, seed: int = 0) -> Block:
-    """A block that fulfils the criterion only up to 1 w^T."""
+    """A block that satisfies the flip criterion only up to 1 w^T."""
     skip = torch.eye(d, dtype=torch.float64) + torch.ones(d, 1).double() @ normal(numbers(seed + 50), 1, d)
     block, _ = planted(d, h, word, skip=skip, seed=seed)
     return Block(block.up, block.down, up_bias=block.up_bias, down_bias=block.down_bias, activation=word, norm=norm)
@@ -29,7 +29,7 @@ def test_behind_a_norm_it_is_impossible(kind: str, place: str, word: str) -> Non
     assert verdict.certificate is not None
     assert verdict.certificate.kind == "growth"
     assert verdict.verify()
-    # The claim in numbers: along the certificate's direction the branch stays put and the block runs away.
+    # Checked numerically: along the certificate's direction the branch is bounded and the block is not.
     x = verdict.certificate.data["direction"]
     far = 1e6 * x + normal(numbers(2), 8)
     assert float(block(far).norm()) > 1e5
@@ -53,7 +53,7 @@ def test_after_the_sum_a_shift_is_free(word: str, eps: float) -> None:
     rms = Block(rms.up, rms.down, up_bias=rms.up_bias, down_bias=rms.down_bias, activation=word,
                 norm=Norm("rmsnorm", "post", eps))  # fmt: skip
     refused = absorb(rms)
-    assert refused.status == "impossible"  # RMSNorm hides nothing
+    assert refused.status == "impossible"  # RMSNorm removes nothing
     assert refused.verify()
 
 
@@ -61,7 +61,7 @@ def test_after_the_sum_a_generic_block_is_refused() -> None:
     verdict = absorb(generic(norm=Norm("layernorm", "post", 1e-12)))
     assert verdict.status == "impossible"
     assert verdict.verify()
-    assert verdict.extra_width == 8  # 2 d - d; the quotient has the same number of inputs
+    assert verdict.extra_width == 8  # 2 d - d; the projected skip has the same number of inputs
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,6 @@ def test_what_is_not_settled_is_undecided(norm: Norm) -> None:
     verdict = absorb(generic(norm=norm))
     assert verdict.status == "undecided"
     assert len(verdict.reason) > 20
-    if norm.kind != "other":  # a possible one stays possible
+    if norm.kind != "other":  # a block with a flip set stays possible
         block, _ = planted(8, 32, norm=norm)
         assert absorb(block).status == "possible"

@@ -1,4 +1,4 @@
-"""The activation of a module is read rightly or refused, also where it differs from a known one between the points."""
+"""Activations of modules are read correctly or refused, even if they differ from a known one only between points."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Mlp(nn.Module):
 
 
 def word_of(act: nn.Module | Callable[[Tensor], Tensor]) -> str:
-    """The word that the module's activation is read as, or "refused"."""
+    """The name that the activation of a module is read as, or "refused"."""
     torch.manual_seed(0)
     model = Mlp(act).eval()
     try:
@@ -63,7 +63,7 @@ READ = [
     (lambda z: z * torch.sigmoid(1.702 * z), "quick_gelu"),
     (lambda z: torch.relu(z), "relu"),
     (lambda z: nn.functional.gelu(z), "gelu"),
-    (nn.Hardtanh(0, 1e7), "hardtanh:0,10000000"),  # beyond every point that is looked at
+    (nn.Hardtanh(0, 1e7), "hardtanh:0,10000000"),  # beyond all points that are checked
     (nn.Softplus(1.0, threshold=5.0), "refused"),
     (lambda z: torch.relu(z + 0.01), "refused"),
     (lambda z: nn.functional.gelu(z - 1e-3), "refused"),

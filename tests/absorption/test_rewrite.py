@@ -1,4 +1,4 @@
-"""Wider, nearby and approximate replacements, and the module that is made to be absorbed."""
+"""Wider, nearby and approximate replacements, and the module that can always absorb its skip."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_d_more_units_are_enough(word: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_widening_keeps_the_dtype_and_the_rule(dtype: torch.dtype) -> None:
-    """A stored block errs at most 4 times what the original loses itself, as every replacement does, or by 1e-6."""
+    """The error of a stored block is at most 4 times the loss of the original, as for all replacements, or 1e-6."""
     block = generic(24, 96, dtype=dtype)
     wide = widen(block)
     assert 24 <= wide.extra <= 48
@@ -67,7 +67,7 @@ def test_gated_blocks_widen_with_a_gate_bias(word: str) -> None:
     wide = widen(block, biases="allowed")
     assert wide.extra == 3
     assert close(block, wide.block) < 1e-12
-    if word == "glu":  # an open gate needs no bias
+    if word == "glu":  # sigmoid is not 0 at 0, so its gate needs no bias
         assert widen(block).block.gate_bias is None
         assert close(block, widen(block).block) < 1e-12
     else:
@@ -76,7 +76,7 @@ def test_gated_blocks_widen_with_a_gate_bias(word: str) -> None:
 
 
 def test_the_extra_width_knows_the_rank_of_the_rows() -> None:
-    """Two streams that one MLP reads: its rows see 3 of 6 directions, and the others take a fresh pair each."""
+    """An MLP on the sum of two streams: its rows span 3 of 6 directions, and the others need a fresh pair each."""
     g = numbers(6)
     inner, outer = normal(g, 8, 3), normal(g, 3, 8)
     block = Block(torch.cat([inner, inner], 1), torch.cat([outer, outer]))
@@ -92,7 +92,7 @@ def test_the_extra_width_without_an_output_bias() -> None:
     wide = widen(block)
     assert absorb(block).extra_width == wide.extra == 6
     assert wide.verdict.verify()
-    # A constant that no bias is allowed to make up.
+    # A constant that needs a bias, which is not allowed.
     shifted = Block(up, down, down_bias=normal(g, 3))
     assert absorb(shifted, biases="none").extra_width is None
     with pytest.raises(BadInput, match="No width is known"):
@@ -100,7 +100,7 @@ def test_the_extra_width_without_an_output_bias() -> None:
 
 
 def test_a_gate_widens_with_a_bias_of_its_own_only() -> None:
-    """A bias on the values is none on the gate: as-is there is nothing to open a new gate with."""
+    """A bias of `up` is no bias of the gate: with biases="as-is" no constant gate can be added."""
     g = numbers(3)
     block = Block(normal(g, 8, 3), normal(g, 3, 8), normal(g, 8, 3), up_bias=normal(g, 8), activation="swiglu")
     assert absorb(block).extra_width is None
@@ -122,7 +122,7 @@ def test_the_extra_width_of_a_gate_is_what_widening_takes(word: str) -> None:
 
 
 def test_a_gate_that_the_user_registered() -> None:
-    """Whether it is open at 0 is seen, not taken from what its author left out."""
+    """Whether g(0) = 0 is computed, because a registered activation may leave at_zero out."""
     word = register(Activation("halved", lambda z: torch.nn.functional.silu(z) / 2)).name
     g = numbers(5)
     block = Block(normal(g, 8, 3), normal(g, 3, 8), normal(g, 8, 3), gate_bias=normal(g, 8), activation=word)
@@ -181,7 +181,7 @@ def test_the_ladder_falls() -> None:
     assert found.step == "split"
     assert found.block.width == 48
     assert found.block.skip == 0
-    # The error is what it says: of inputs that were held out.
+    # The reported error agrees with the error on new inputs.
     fresh = normal(g, 500, 6)
     truth = block(fresh)
     measured = float((found.block(fresh) - truth).norm() / (truth - truth.mean(0)).norm())
@@ -189,7 +189,7 @@ def test_the_ladder_falls() -> None:
 
 
 def test_a_possible_block_is_fitted_exactly() -> None:
-    """Where the skip is linear in the hidden units, least squares find it."""
+    """If the skip is a linear combination of hidden units, least squares finds it."""
     up = torch.cat([torch.eye(4), -torch.eye(4), normal(numbers(0), 8, 4)]).double()
     block = Block(up, normal(numbers(1), 4, 16), activation="relu")
     assert approximate(block, normal(numbers(2), 1000, 4)).error < 1e-5

@@ -1,9 +1,9 @@
-"""Soundness: no wrong "possible" in any dtype, and an answer or a refusal for odd weights.
+"""Soundness: no wrong "possible" in any dtype, also for unusual weights.
 
 The rule: weights that two dtypes hold exactly never give "possible" in one and "impossible" in the other. A
-replacement of float64 weights matches the block to 1e-10 of the block's own terms; one that is stored in a coarser
-dtype errs at most 4 times what the block itself loses by computing in that dtype, whatever the size of the input. That
-loss is measured, and counted as at least one rounding of the output and of each term that it sums.
+replacement in float64 matches the block to 1e-10 of the block's own terms. The error of one that is stored in a coarser
+dtype is at most 4 times the loss of the block itself in that dtype, for inputs of any size. That loss is measured, and
+is at least one rounding of the output and of each term that it sums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIZES = (1e-6, 1e-3, 1e-2, 1.0, 1e2, 1e3, 1e4, 1e5)
 
 
 def terms(block: Block, x: Tensor) -> Tensor:
-    """(rows,) the sizes of all that a plain block adds up, in float64."""
+    """(rows,) the sum of the sizes of all terms of a plain block, in float64."""
     up, down = block.up.double().abs(), block.down.double().abs()
     hidden = x.abs() @ up.mT + (0 if block.up_bias is None else block.up_bias.double().abs()) + 1
     const = 0 if block.down_bias is None else block.down_bias.double().abs()
@@ -30,7 +30,7 @@ def terms(block: Block, x: Tensor) -> Tensor:
 
 
 def check_rule(block: Block) -> tuple[str, str]:
-    """Asserts the rule for a plain block without norms; the statuses as stored and in float64."""
+    """Asserts the rule for a plain block without norms. Returns the statuses as stored and in float64."""
     stored, wide = absorb(block), absorb(block.double())
     assert {stored.status, wide.status} != {"possible", "impossible"}, (stored, wide)
     g = numbers(99)
@@ -88,7 +88,7 @@ def test_many_degenerate_blocks_keep_the_rule(block: Block) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("word", ["relu", "gelu"])
 def test_planted_blocks_keep_the_rule(dtype: torch.dtype, word: str) -> None:
-    """Rounded after planting: possible within the rounding of the dtype, and then not impossible in float64."""
+    """A flip set that is rounded is possible in the rounded dtype, and not impossible in float64."""
     for seed in range(2):
         block, _ = planted(12, 48, word, seed=seed, dtype=dtype)
         assert check_rule(block) == ("possible", "undecided")
@@ -102,7 +102,7 @@ def test_random_bfloat16_blocks_are_not_possible(seed: int) -> None:
 
 
 def test_rows_in_a_chain_are_not_one_row() -> None:
-    """17 rows, each within 11 % of the next: a chain of small steps makes no two of them equal."""
+    """17 rows, each within 11 % of the next one: a chain of small steps must not merge them."""
     t = 0.11 * torch.arange(-8, 9)
     t = t[t.abs().argsort()]
     up = torch.stack([torch.ones(17), t], 1).bfloat16()
@@ -125,7 +125,7 @@ def test_copies_ten_percent_apart_at_the_size_of_a_model() -> None:
 
 
 def test_weights_of_the_replacement_do_not_excuse_its_error() -> None:
-    """Rows that hardly span the input: splitting them needs columns of 1e7, which float32 cannot carry."""
+    """The rows barely span the input, so splits need columns of 1e7, for which float32 is too coarse."""
     g = numbers(1)
     d, h = 4, 12
     line = normal(g, 1, d)
@@ -136,7 +136,7 @@ def test_weights_of_the_replacement_do_not_excuse_its_error() -> None:
 
 
 def test_fresh_pairs_come_before_a_bad_split() -> None:
-    """Ill-conditioned rows and spare units enough for pairs of new ones: the replacement is as good as the dtype."""
+    """The rows are ill-conditioned, but there are enough spare units for fresh pairs, which are exact in the dtype."""
     g = numbers(2)
     up = normal(g, 1, 3) + 1e-5 * normal(g, 12, 3)
     down = normal(g, 3, 12)
@@ -146,7 +146,7 @@ def test_fresh_pairs_come_before_a_bad_split() -> None:
 
 
 def test_large_biases_that_cancel_keep_the_rule_near_the_origin() -> None:
-    """At 1e-6 the outputs of the first replacement that was found are off by 48 times what the block loses."""
+    """On inputs of 1e-6 the error of the first replacement found is 48 times the loss of the block."""
     up, down = torch.tensor([[-4.0], [-4.0625], [-4.0]]).half(), torch.tensor([[-1.0, -2.0, 0.0]]).half()
     biases = {"up_bias": torch.tensor([-1.0, 63.0, -1.015625]).half(), "down_bias": torch.tensor([125.0]).half()}
     check_rule(Block(up, down, **biases, activation="hardswish", skip=-12.125))
@@ -174,7 +174,7 @@ CANCEL = [
 
 @pytest.mark.parametrize(("block", "width"), list(zip(CANCEL, (9, 3), strict=True)), ids=["leaky_relu", "quick_gelu"])
 def test_blocks_that_are_exact_by_chance_keep_the_rule_on_every_draw(block: Block, width: int) -> None:
-    """Far from the origin their terms cancel, and on 48 inputs they often lose nothing at all."""
+    """Far from the origin their terms cancel, and on 48 inputs they often have no error at all."""
     other = absorb(block, width).replacement()
     g = numbers(0)
     for size in (*SIZES, 1e3):
@@ -187,7 +187,7 @@ def test_blocks_that_are_exact_by_chance_keep_the_rule_on_every_draw(block: Bloc
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("width", [16, 128, 1024])
 def test_one_rounding_of_each_term_is_what_a_block_loses_at_any_width(width: int, dtype: torch.dtype) -> None:
-    """What its loss is counted as, at least, is below twice what is measured, and does not grow with the width."""
+    """The lower bound on the loss is below twice the measured loss, at every width."""
     block, d = generic(width // 4, width, "relu", dtype=dtype), width // 4
     x = normal(numbers(1), 64, d).to(dtype)
     lost = float((block(x).double() - block.double()(x.double())).norm())
@@ -199,7 +199,7 @@ def test_one_rounding_of_each_term_is_what_a_block_loses_at_any_width(width: int
 @pytest.mark.parametrize("domain", [None, 3.0])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_skip_of_one_channel_is_not_lost_beside_larger_ones(axis: int, domain: float | None) -> None:
-    """Units make up all of the skip but what one output, or one input, has of it: within the rounding of the rest."""
+    """Units reproduce the skip except for one output or input, which is within the rounding of the others."""
     d, h = 7, 12
     size = torch.full((d,), 40.0).double()
     size[0] = 1.0
@@ -220,7 +220,7 @@ def test_the_skip_of_one_channel_is_not_lost_beside_larger_ones(axis: int, domai
 
 
 def test_a_replacement_does_not_overflow_long_before_its_block() -> None:
-    """Squares overflow float16 beyond 255: the block's at inputs of 12,750, those of a new pair of units at 510."""
+    """Squares overflow float16 beyond 255: those of the block at inputs of 12,750, those of a fresh pair at 510."""
     up, down = torch.tensor([[0.01], [0.02], [0.0], [0.0]]).half(), torch.tensor([[1.0, 0.5, 0.0, 0.0]]).half()
     biases = {"up_bias": torch.zeros(4).half(), "down_bias": torch.zeros(1).half()}
     block = Block(up, down, **biases, activation="squareplus", skip=0.25)

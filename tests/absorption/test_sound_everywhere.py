@@ -1,7 +1,7 @@
 """Soundness away from ordinary inputs: tiny ones, weak directions of the weights, and the edge of overflow.
 
-The rule of `test_sound.py` holds whatever the norm or the direction of the input, and inputs of another size change no
-verdict.
+The rule of `test_sound.py` holds for every norm and direction of the input, and verdicts do not depend on the size of
+inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def f64(*values: object) -> Tensor:
 
 
 def exactly(block: Block, x: Fraction) -> Fraction:
-    """A ReLU block of one input and one output, without rounding."""
+    """The output of a ReLU block with one input and one output, without rounding."""
 
     def numbers_of(value: Tensor | None) -> list[Fraction]:
         return (
@@ -58,7 +58,7 @@ HINGES = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", HINGES)
 def test_inputs_of_another_size_change_no_verdict(name: str, dtype: torch.dtype) -> None:
-    """With biases of 1e-18 a ReLU block is the same block, seen from closer by."""
+    """Scaling the biases of a ReLU block to 1e-18 rescales its inputs and outputs only."""
     found = []
     for scale in (1.0, SMALL, 1 / SMALL):
         plain = replace(HINGES[name], activation="relu")
@@ -90,7 +90,7 @@ def test_rows_and_columns_of_another_size_change_no_verdict(scale: float) -> Non
 
 
 def weak(seed: int, word: str, dtype: torch.dtype, least: float) -> Block:
-    """A planted flip set, with rows that hardly see some directions."""
+    """A planted flip set, with rows that are nearly orthogonal to some directions."""
     g, d, h = numbers(seed), 6, 24
     turn = torch.linalg.qr(normal(g, d, d))[0]
     sizes = torch.logspace(0, least, d, dtype=torch.float64)
@@ -126,7 +126,7 @@ def test_rows_that_see_every_direction_alike_are_still_absorbed(dtype: torch.dty
 
 
 def test_a_weak_channel_is_as_exact_as_the_others_in_float64() -> None:
-    """Rounding of the strong channels is 1e-5 of what the block makes of the weak one."""
+    """The rounding of the strong channels is 1e-5 of the outputs for the weak one."""
     for seed in range(6):
         block, _ = planted(3, 9, "relu", seed=seed)
         size = f64(1.0, 1.0, 1e-12)
@@ -144,14 +144,14 @@ def test_a_weak_channel_is_as_exact_as_the_others_in_float64() -> None:
 
 
 def finite(block: Block, x: Tensor) -> Tensor:
-    """(rows,) where no number in a plain block overflows."""
+    """(rows,) whether no number in a plain block overflows."""
     rows = x @ block.up.mT + (0 if block.up_bias is None else block.up_bias)
     parts = (rows, block.hidden(x), replace(block, skip=0.0)(x), block(x))
     return torch.stack([part.isfinite().all(1) for part in parts]).all(0)
 
 
 def dead(word: str, row: float, skip: Tensor | float, d: int = 1) -> Block:
-    """Small units and spare ones, which carry the skip."""
+    """A block of two small units and four spare ones, which can reproduce the skip."""
     up, down = torch.zeros(6, d).half(), torch.zeros(1, 6).half()
     up[:2], down[:, :2] = row, 1.0
     return Block(up, down, up_bias=torch.zeros(6).half(), down_bias=torch.zeros(1).half(), activation=word, skip=skip)
@@ -183,7 +183,7 @@ def test_rows_of_float16_that_carry_a_skip_take_every_input() -> None:
 
 @pytest.mark.parametrize(("word", "norm"), [("leaky_relu:-3", None), ("relu", Norm("layernorm", "post", 1e-5))])
 def test_float16_flips_that_could_overflow_first_are_not_taken(word: str, norm: Norm | None) -> None:
-    """-3 z of a turned row is three times what the block holds; outputs may have any mean before a LayerNorm."""
+    """A flipped row gives -3 z, three times the value in the block; a LayerNorm removes a mean of any size."""
     block, _ = planted(4, 16, word, norm=norm, dtype=torch.float16)
     assert absorb(block).status == "undecided"
 
@@ -193,7 +193,7 @@ def test_float16_flips_that_could_overflow_first_are_not_taken(word: str, norm: 
 
 @pytest.mark.parametrize("word", ["softplus", "squareplus", "log_sigmoid"])
 def test_what_an_activation_is_at_0_does_not_round_the_constant(word: str) -> None:
-    """Dead units carry the skip, and the others keep their sign: the constant stays as it is, to the bit."""
+    """Dead units reproduce the skip and the others keep their sign, so the constant is kept bit for bit."""
     for seed in range(8):
         g = numbers(seed)
         up, down = 1e-3 * normal(g, 9, 2), normal(g, 2, 9)
@@ -205,7 +205,7 @@ def test_what_an_activation_is_at_0_does_not_round_the_constant(word: str) -> No
 
 
 def test_a_linear_block_stays_silent_where_it_is() -> None:
-    """Its rows do not see (0, 1, 1). A unit made of the rounding of an SVD would."""
+    """Its rows are orthogonal to (0, 1, 1). A unit made from the rounding of an SVD would not be."""
     up = torch.tensor([[0.0, 2.0, -2.0], [-1.0, 0.0, 0.0], [0.0, 1.03125, -1.03125]]).bfloat16()
     down = torch.tensor([[0.0, 1.0, 1.0], [1.0, -2.0, 0.0], [1.0, -1.0, -2.0]]).bfloat16()
     skip = f64([2.0, 0.0, 0.0], [-4.0, 0.0, 0.0], [-2.0, 0.0, 0.0])

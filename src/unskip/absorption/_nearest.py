@@ -36,7 +36,7 @@ class Nearest:
 
 
 def candidate_flip_sets(problem: Problem) -> list[Tensor]:
-    """(h,) candidates for flips: the rounded solution of the search, all units, and those that point against the skip."""
+    """(h,) candidate flip sets: the rounded solution of the search, all units, and the units against the skip."""
     keys = separate_keys(problem)
     near = full_equation(keys.joint, keys.rows, keys.goal).box_least_squares(coarse=keys.count > 512) > 0.5
     found = [near, torch.ones_like(near)]
