@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unskip.absorption._problem import EPS, Problem
 
-ROUNDS = 3  # rounds of random products
+ROUNDS = 3  # random vectors to separate units with
 ROUNDING = 64 * EPS
 
 

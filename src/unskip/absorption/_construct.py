@@ -20,7 +20,7 @@ from unskip.absorption._block import Block
 from unskip.absorption._keys import Keys
 from unskip.absorption._problem import Biases, Problem
 
-MAX_RANK_ENTRIES = 200_000  # of the largest weight whose rank is computed
+MAX_RANK_ENTRIES = 200_000  # entries of the largest weight whose rank is computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ def allows_gate_bias(block: Block, biases: Biases) -> bool:
 
 
 def extra_width(problem: Problem, biases: Biases) -> int | None:
-    """The number of additional units that is enough; None if no number is known or no number is enough.
+    """A number of additional units that is enough; None if none is known or none exists.
 
     The rows of large blocks are assumed to be in general position: their rank would cost more than the verdict.
     """

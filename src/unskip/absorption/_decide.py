@@ -2,8 +2,8 @@
 
     F(x) = A x + MLP(x)        are there weights with        MLP'(x) = F(x)  for all x of the domain ?
 
-"Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). The verdict
-`impossible` rules out exact equality only, on the inputs that it names, for replacements of the given width and biases.
+Paper: "Can an MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). The verdict `impossible` rules out exact
+equality only, on the inputs that it names, for replacements of the given width and biases.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from unskip import _checks
 from unskip.absorption._norm import Norm
 from unskip.errors import BadInput
 
-_LARGEST = 1e100  # is squared in a covariance
-MARGIN = 0.1  # relative, by which the domain around data is wider than the data
+_LARGEST = 1e100  # the largest number in inputs, which a covariance squares
+MARGIN = 0.1  # by how much the domain around data is wider than the data, relative
 
 
 @dataclass(frozen=True, eq=False)

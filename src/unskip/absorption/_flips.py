@@ -197,7 +197,7 @@ def _ways(problem: Problem, keys: Keys) -> Iterable[tuple[int, ...]]:
 
 
 def _best(problem: Problem, keys: Keys, ways: Iterable[tuple[int, ...]], out: Outcome) -> None:
-    """Puts the accepted replacement with the least relative error into `out`."""
+    """Puts the accepted replacement whose error is least relative to the allowed error into `out`."""
     nothing = torch.zeros(keys.count, dtype=torch.bool, device=keys.rows.device)
     for split in ways:
         this = Outcome()
@@ -246,7 +246,7 @@ def _accept(problem: Problem, keys: Keys, flips: Tensor, split: tuple[int, ...],
         return False
     seen = compare_outputs(block, built.block, problem.domain, linear=gap)
     if not seen.holds or 2 * block.roundoff * bulk >= MAX_SHARE * problem.skip_norm > 0:
-        out.lossy = block.dtype != torch.float64  # or rounding of such large weights could explain a skip
+        out.lossy = block.dtype != torch.float64  # or the rounding of such large weights could explain a skip
         return False
     out.built, out.worst, out.measured = built, seen.worst, seen.measured
     left = float((built.residual if built.flips is not None else gap).norm())

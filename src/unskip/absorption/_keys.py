@@ -26,7 +26,7 @@ from unskip.absorption._problem import EPS, Problem
 
 KEY_TOLERANCE = 16 * EPS
 CHUNK_ENTRIES = 2**22  # entries of rows that are compared in full at a time
-COORDINATES = 64  # that are compared first
+COORDINATES = 64  # coordinates in which rows are compared first
 CHUNK_ROWS = 1024  # rows that are compared with their neighbours at a time
 
 
@@ -114,7 +114,7 @@ def separate_keys(problem: Problem) -> Keys:
 
 
 def count_uncertain(problem: Problem, keys: Keys) -> int:
-    """How many further units may be spare, if the stored weights are taken as exact only up to rounding."""
+    """How many more units may be spare if the stored weights are exact only up to rounding."""
     roundoff = problem.block.roundoff
     member = keys.member
     active = member >= 0

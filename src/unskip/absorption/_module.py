@@ -3,7 +3,7 @@
 It trains x + W_down phi(W_up x + b) with `hidden - dim` units. `absorbed()` uses the other `dim` units for mirrored
 rows, which represent the skip: the same function at width `hidden`, without a constraint on training. (Splits need
 `dim` independent rows. Training keeps them independent in practice, and this is checked.) Splits lose more digits than
-bfloat16 and float16 have. With `pairs`, 2 `dim` units are used for the pairs phi(x_i) - phi(-x_i), which lose none.
+bfloat16 and float16 allow. With `pairs`, 2 `dim` units are used for the pairs phi(x_i) - phi(-x_i), which lose none.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from unskip.absorption._problem import Problem, problem_of
 from unskip.absorption._search import full_equation
 from unskip.absorption._verdict import Verdict
 
-STEPS = 40  # steps that change both weights
+STEPS = 40  # the largest number of steps that change both weights
 Again = Callable[[Block, Verdict], Verdict]  # decides the same question for other weights
 
 

@@ -1,8 +1,8 @@
 """Scans a whole model: one verdict for every MLP site.
 
 A site with norms gets a second verdict for its MLP alone, y + MLP(y) without the norms, which is the case of "Can an
-MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). If its activation has a kink it gets a third one, for the MLP
-alone on its actual inputs: those of the data, or all possible outputs of the norm before it. With data, the best
+MLP Absorb Its Own Skip Connection?" (arXiv 2604.23705). A site whose activation has a kink gets another one, for the
+MLP alone on its actual inputs: those of the data, or all possible outputs of the norm before it. With data, the best
 replacement of the same width is fitted to the inputs of each site as well.
 """
 

@@ -57,13 +57,13 @@ class Verdict:
     #                             with changed weights the measured error of the output, relative to the output
     flips: Tensor | None = None  # possible: the units whose rows are negated, if flips alone are enough
     skip_norm: float | None = None  # the skip's own Frobenius norm, to compare flip_bound with
-    extra_width: int | None = None  # additional units that are enough; None: no number is known, or none is enough
+    extra_width: int | None = None  # additional units that are enough; None: no number is known, or none exists
     measured: Mapping[str, float] = field(default_factory=dict)  # measured output errors
     notes: tuple[str, ...] = ()
     weights: Block | None = None  # possible: the replacement
     inputs: Domain | None = None  # the domain as given; None: all inputs
-    tolerance: float | None = None  # possible with weights that are changed by at most this (relative)
-    change: float | None = None  # and by how much they are changed
+    tolerance: float | None = None  # possible: the largest relative change of the weights, as given
+    change: float | None = None  # possible: the relative change of the weights that was made
 
     def replacement(self) -> Block:
         """The block without its skip: the same function within `error`, with the same norms."""
