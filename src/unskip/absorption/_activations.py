@@ -84,11 +84,8 @@ def _number_text(value: float) -> str:
 
 
 def _leaky(slope: float) -> Activation:
-    name, function = (
-        f"leaky_relu:{_number_text(_number('leaky_relu', slope))}",
-        lambda x: torch.where(x > 0, x, slope * x),
-    )
-    base = Activation(name, function, homogeneous=True, at_zero=0.0, trusted=True)
+    name = f"leaky_relu:{_number_text(_number('leaky_relu', slope))}"
+    base = Activation(name, lambda x: torch.where(x > 0, x, slope * x), homogeneous=True, at_zero=0.0, trusted=True)
     if slope == 1:
         return replace(base, family="linear", odd=Fraction(2), analytic=True)
     if slope == -1:
