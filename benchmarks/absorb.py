@@ -125,7 +125,7 @@ def measure(case: str, device: str, d: int = 768) -> dict[str, Any]:
     return out
 
 
-def apart(case: str, device: str, d: int = 768, tree: Path = ROOT) -> dict[str, Any]:
+def measure_in_process(case: str, device: str, d: int = 768, tree: Path = ROOT) -> dict[str, Any]:
     """Measures a case in a new process, with the sources of a checkout."""
     command = [sys.executable, __file__, "--device", device, "--case", case, "--d", str(d)]
     paths = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -133,14 +133,14 @@ def apart(case: str, device: str, d: int = 768, tree: Path = ROOT) -> dict[str, 
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def beside(case: str, device: str, other: Path, times: int = 3) -> dict[str, Any]:
+def compare_checkouts(case: str, device: str, other: Path, times: int = 3) -> dict[str, Any]:
     """Runs this checkout and another one alternately; returns the best time of each and their ratio."""
-    mine, theirs = [], []
+    own, others = [], []
     for _ in range(times):
-        mine.append(apart(case, device))
-        theirs.append(apart(case, device, tree=other))
-    now, before = (min(each["seconds"] for each in runs) for runs in (mine, theirs))
-    statuses = [runs[0]["status"] for runs in (mine, theirs)]
+        own.append(measure_in_process(case, device))
+        others.append(measure_in_process(case, device, tree=other))
+    now, before = (min(each["seconds"] for each in runs) for runs in (own, others))
+    statuses = [runs[0]["status"] for runs in (own, others)]
     commits = [_commit(tree) for tree in (ROOT, other)]
     out = {"seconds": now, "other_seconds": before, "ratio": now / before, "times": times, "statuses": statuses}
     return {**out, "commits": commits}
@@ -156,8 +156,8 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
 
     sheet, axes = drawing("absorb").subplots(figsize=(5, 3.2), constrained_layout=True)
     for case in dict.fromkeys(row["case"] for row in rows):
-        mine = [row for row in rows if row["case"] == case]
-        axes.loglog([row["d"] for row in mine], [row["seconds"] for row in mine], marker="o", label=case)
+        points = [row for row in rows if row["case"] == case]
+        axes.loglog([row["d"] for row in points], [row["seconds"] for row in points], marker="o", label=case)
     reference = [row for row in rows if row["case"] == rows[0]["case"]]
     axes.loglog(
         [row["d"] for row in reference], [row["product_seconds"] for row in reference], "k--", label="one product"
@@ -209,14 +209,14 @@ def main() -> None:
     for case, (what, on_cpu, on_gpu) in CASES.items():
         if options.only in (None, case):
             bar = on_gpu if options.device == "cuda" else on_cpu
-            data["cases"][case] = {"what": what, "bar_seconds": bar, **apart(case, options.device)}
+            data["cases"][case] = {"what": what, "bar_seconds": bar, **measure_in_process(case, options.device)}
             if options.beside is not None:
-                data["cases"][case]["beside"] = beside(case, options.device, options.beside.resolve())
+                data["cases"][case]["beside"] = compare_checkouts(case, options.device, options.beside.resolve())
             print(case, json.dumps(data["cases"][case]))
             write(path, data, options.device)
     if options.only in (None, "growth"):
         data["growth"] = [
-            {"case": case, "d": d, "h": 4 * d, **apart(case, options.device, d)}
+            {"case": case, "d": d, "h": 4 * d, **measure_in_process(case, options.device, d)}
             for case in ("trained-scale", "planted")
             for d in SIZES
         ]

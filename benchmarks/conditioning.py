@@ -190,12 +190,12 @@ def main() -> None:
     data["script"] = metadata.pop("script")
     data["seed"] = {"weights": 0, "input": 1}
     data["protocol"] = "one sample of noise (images) or random token ids, run in float32; built Jacobians in float64"
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for name in models:
         for variant in options.variants:
             if variant in data["results"].setdefault(name, {}):
                 continue
-            if time.perf_counter() - begun > options.limit:
+            if time.perf_counter() - started > options.limit:
                 print("time limit reached; run again for the remaining variants")
                 return
             start = time.perf_counter()

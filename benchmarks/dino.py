@@ -84,21 +84,21 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
 
     result, pair = trials(strong), chosen(strong)
     if pair is not None:
-        mine, without = pair
+        residual, skipless = pair
         for seed in (0, 1):
-            result.append((f"main | residual | {strong} | seed {seed}", {**mine, "seed": seed}))
-            result.append((f"main | skipless | {strong} | seed {seed}", {**without, "seed": seed}))
+            result.append((f"main | residual | {strong} | seed {seed}", {**residual, "seed": seed}))
+            result.append((f"main | skipless | {strong} | seed {seed}", {**skipless, "seed": seed}))
         result += [
             # At initialisation, patches of an image are similar from the eighth block on; these two together help most.
-            (f"remedy | centred, sharper | {strong}", {**without, "init": "skipless:vit-small,centre,beta=2"}),
-            (f"remedy | annealed + init | {strong}", {**without, "shortcut": fade}),
-            (f"remedy | sharper attention | {strong}", {**without, "init": "skipless:vit-small,beta=2"}),
-            (f"remedy | centred | {strong}", {**without, "init": "skipless:vit-small,centre"}),
-            (f"remedy | decay 0.6 | {strong}", {**mine, "shortcut": "decay:0.6"}),
-            (f"remedy | MLPs' skips cut | {strong}", {**without, "where": "mlp"}),
-            (f"remedy | mean of patches | {strong}", {**without, **pooled}),
-            (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**without, **shallow(3 * depth // 4)}),
-            (f"depth | skipless, {depth // 2} blocks | {strong}", {**without, **shallow(depth // 2)}),
+            (f"remedy | centred, sharper | {strong}", {**skipless, "init": "skipless:vit-small,centre,beta=2"}),
+            (f"remedy | annealed + init | {strong}", {**skipless, "shortcut": fade}),
+            (f"remedy | sharper attention | {strong}", {**skipless, "init": "skipless:vit-small,beta=2"}),
+            (f"remedy | centred | {strong}", {**skipless, "init": "skipless:vit-small,centre"}),
+            (f"remedy | decay 0.6 | {strong}", {**residual, "shortcut": "decay:0.6"}),
+            (f"remedy | MLPs' skips cut | {strong}", {**skipless, "where": "mlp"}),
+            (f"remedy | mean of patches | {strong}", {**skipless, **pooled}),
+            (f"depth | skipless, {3 * depth // 4} blocks | {strong}", {**skipless, **shallow(3 * depth // 4)}),
+            (f"depth | skipless, {depth // 2} blocks | {strong}", {**skipless, **shallow(depth // 2)}),
         ]
     for way, names in (("adamw", "main | {} | adamw | seed 0"), ("labels", f"labels | {{}} | {strong}")):
         result += trials(way)
@@ -110,12 +110,12 @@ def jobs(done: dict[str, Any], fields: dict[str, Any], options: argparse.Namespa
     ]
     if pair is not None:  # low priority
         result += [
-            (f"depth | residual, {depth // 2} blocks | {strong}", {**mine, **shallow(depth // 2)}),
-            (f"remedy | momentum 0.998 | {strong}", {**without, "momentum": 0.998}),
-            (f"remedy | annealed | {strong}", {**mine, "shortcut": fade}),
-            (f"remedy | sinkhorn | {strong}", {**without, "balance": "sinkhorn"}),
-            (f"depth | residual, {3 * depth // 4} blocks | {strong}", {**mine, **shallow(3 * depth // 4)}),
-            (f"remedy | init vit-base | {strong}", {**without, "init": "skipless:vit-base"}),
+            (f"depth | residual, {depth // 2} blocks | {strong}", {**residual, **shallow(depth // 2)}),
+            (f"remedy | momentum 0.998 | {strong}", {**skipless, "momentum": 0.998}),
+            (f"remedy | annealed | {strong}", {**residual, "shortcut": fade}),
+            (f"remedy | sinkhorn | {strong}", {**skipless, "balance": "sinkhorn"}),
+            (f"depth | residual, {3 * depth // 4} blocks | {strong}", {**residual, **shallow(3 * depth // 4)}),
+            (f"remedy | init vit-base | {strong}", {**skipless, "init": "skipless:vit-base"}),
             ("contrast | cut | adamw", {"recipe": "simclr", **SKIPLESS, **by("adamw")}),
         ]
     return [(name, {"recipe": "dino", **fields, **config}) for name, config in result if name not in done]

@@ -96,7 +96,7 @@ def main() -> None:
         train(options.folder, options, options.part == "fsdp")
         return
     results: dict[str, Any] = {}
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="unskip-fsdp-") as name:
         folder = Path(name)
         for fsdp in (False, True):
@@ -114,7 +114,7 @@ def main() -> None:
                 f"apart after {EXACT} steps in float32": differences(*exact),
             }
             print(optimizer, results[optimizer], flush=True)
-    print(f"{time.perf_counter() - begun:.0f} s")
+    print(f"{time.perf_counter() - started:.0f} s")
     about = made_with(__file__, options.device, "timm", "accelerate")
     write_json(options.out, about | {"model": "small" if options.small else "vit_base_patch16_224", "results": results})
 

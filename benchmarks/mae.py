@@ -163,7 +163,7 @@ def evaluated(name: str, config: Any, folder: Path, finetune_epochs: float) -> d
     from unskip.data import Feed, open_images
     from unskip.recipes import evaluate_run
 
-    begun = time.perf_counter()
+    started = time.perf_counter()
     run, results = evaluate_run(folder, PROTOCOLS, seed=config.seed, batch=max(2048, config.batch))
     result: dict[str, Any] = {"depth": {}}
     for each in results:
@@ -184,7 +184,7 @@ def evaluated(name: str, config: Any, folder: Path, finetune_epochs: float) -> d
         with torch.no_grad():
             rows = unskip.measure(run.encoder.eval(), batch, jacobians="off").to_dict()["blocks"]
         result["measure"] = [{k: v for k, v in row.items() if isinstance(v, int | float)} for row in rows]
-    return result | {"judging_seconds": time.perf_counter() - begun}
+    return result | {"judging_seconds": time.perf_counter() - started}
 
 
 def tell(name: str, row: dict[str, Any]) -> str:

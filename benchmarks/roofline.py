@@ -155,7 +155,7 @@ def measured(name: str, options: argparse.Namespace, ready: Callable[[], object]
         task.feed = ProfiledFeed(task.feed)
         if (crops := getattr(task.loss.__self__, "crops", None)) is not None:
             crops.made = record_function(DATA)(crops.made)
-        after, trace, begun = task.after_step, profile(), [0.0, 0.0]
+        after, trace, marks = task.after_step, profile(), [0.0, 0.0]
 
         def watched(step: int) -> None:
             if after is not None:
@@ -165,10 +165,10 @@ def measured(name: str, options: argparse.Namespace, ready: Callable[[], object]
                 ready()
             if step == options.warm:
                 wait()
-                begun[0] = time.perf_counter()
+                marks[0] = time.perf_counter()
             elif step == options.warm + options.steps:
                 wait()
-                begun[1] = time.perf_counter()
+                marks[1] = time.perf_counter()
                 trace.start()
             elif step == options.warm + options.steps + options.traced:
                 wait()
@@ -180,7 +180,7 @@ def measured(name: str, options: argparse.Namespace, ready: Callable[[], object]
             run_task(task, schedule, RunFolder.create(folder / "run", {}, options.device), quiet=True)
         trace.export_chrome_trace(str(folder / "trace.json"))
         kernels = kernels_of(folder / "trace.json")
-        step = 1000 * (begun[1] - begun[0]) / options.steps
+        step = 1000 * (marks[1] - marks[0]) / options.steps
         each = 1 / 1000 / options.traced  # converts microseconds of the trace to milliseconds per step
         kernel_ms = each * busy(kernels)
         return {

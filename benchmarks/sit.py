@@ -258,7 +258,7 @@ def picture(images: Any, folder: Path, name: str) -> None:
     Image.fromarray(grid[..., 0] if grid.shape[2] == 1 else grid).save(folder / f"{name}.png")
 
 
-def checked_judge(judge: dict[str, Any], place: Path) -> None:
+def check_judge(judge: dict[str, Any], place: Path) -> None:
     """Refuses a classifier other than that of the recorded runs, since their distances are not comparable."""
     from unskip.errors import UnskipError
     from unskip.evals import extractor
@@ -346,7 +346,7 @@ def run_study(
         sampling={"sampler": "heun", "steps": fields["sampling_steps"], "reference": "the whole training set"},
     )
     if "judge" in done:
-        checked_judge(done["judge"], options.judge)
+        check_judge(done["judge"], options.judge)
     elif options.judge.exists():
         raise SystemExit(
             f"{options.judge} has a judge that is not recorded in {options.out}. Set --out to the JSON of its study,"

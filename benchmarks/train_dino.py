@@ -123,29 +123,29 @@ def as_list(crops: Crops) -> list[Tensor]:
 def loss_difference(sizes: dict[str, int], device: str) -> dict[str, float]:
     """Absolute difference of the two losses for the same weights and crops, by precision."""
     torch.manual_seed(0)
-    theirs, mine = Published(sizes, 0.0).to(device), ours(sizes, 0.0).to(device)
+    reference, own = Published(sizes, 0.0).to(device), ours(sizes, 0.0).to(device)
     for name in ("student", "teacher"):
-        tower = dict(theirs.get_submodule(name).state_dict())
+        tower = dict(reference.get_submodule(name).state_dict())
         tower["head.last.weight"] = tower.pop("head.weight")
-        mine.get_submodule(name).load_state_dict(tower)
+        own.get_submodule(name).load_state_dict(tower)
     with torch.no_grad():
-        for model in (theirs, mine):  # makes the teacher differ from the student
+        for model in (reference, own):  # makes the teacher differ from the student
             for parameter in model.get_submodule("teacher").parameters():
                 parameter.mul_(1.01)
         crops = data(sizes, 8, device)
         apart = {}
         for name, enabled in (("float32", False), ("bf16", True)):
-            for model in (theirs, mine):
+            for model in (reference, own):
                 model.centre.zero_()
             with torch.autocast(device, torch.bfloat16, enabled=enabled):
-                apart[name] = abs(float(theirs(as_list(crops)) - mine(*crops).loss))
+                apart[name] = abs(float(reference(as_list(crops)) - own(*crops).loss))
     return apart
 
 
 def published_step(model: Published, crops: list[Tensor], mode: str, foreach: bool) -> Step:
     device = crops[0].device.type
     model.train()
-    theirs = [*model.teacher.parameters()]
+    teachers = [*model.teacher.parameters()]
     weights = [*model.student.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.04, fused=True)
     forward = torch.compile(model, mode=None if mode == "default" else mode)
@@ -164,9 +164,9 @@ def published_step(model: Published, crops: list[Tensor], mode: str, foreach: bo
         optimizer.step()
         with torch.no_grad():
             if foreach:
-                torch._foreach_lerp_(theirs, weights, 1 - MOMENTUM)
+                torch._foreach_lerp_(teachers, weights, 1 - MOMENTUM)
             else:
-                for teacher, student in zip(theirs, weights, strict=True):
+                for teacher, student in zip(teachers, weights, strict=True):
                     teacher.mul_(MOMENTUM).add_((1 - MOMENTUM) * student)
 
     return step

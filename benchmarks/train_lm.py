@@ -49,7 +49,7 @@ def ours(sizes: dict[str, int], vocabulary: int, context: int, shortcut: str = "
     return model
 
 
-def theirs_loss(model: Any, ids: Tensor) -> Tensor:
+def reference_loss(model: Any, ids: Tensor) -> Tensor:
     loss: Tensor = model(ids, labels=ids).loss  # the model shifts the labels by one
     return loss
 
@@ -62,14 +62,14 @@ def our_loss(model: Any, ids: Tensor) -> Tensor:
 def loss_difference(sizes: dict[str, int], vocabulary: int, context: int, device: str) -> float:
     """Absolute difference of the two losses for the same weights and tokens, in float32."""
     torch.manual_seed(0)
-    theirs, mine = (
+    reference, own = (
         published(sizes, -(-vocabulary // 64) * 64, context).to(device),
         ours(sizes, vocabulary, context).to(device),
     )
-    mine.load_state_dict(theirs.state_dict())
+    own.load_state_dict(reference.state_dict())
     ids = torch.randint(vocabulary, (2, context), device=device)
     with torch.no_grad():
-        return abs(float(theirs_loss(theirs, ids) - our_loss(mine, ids)))
+        return abs(float(reference_loss(reference, ids) - our_loss(own, ids)))
 
 
 def stepper(model: Any, loss: Callable[[Any, Tensor], Tensor], ids: Tensor, mode: str) -> Step:
@@ -96,8 +96,8 @@ def main() -> None:
     assert apart < 1e-4, "the losses differ"
     full = -(-vocabulary // 64) * 64
     makers: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
-        "published": (lambda: published(sizes, vocabulary, context), theirs_loss),
-        "published, 64": (lambda: published(sizes, full, context), theirs_loss),
+        "published": (lambda: published(sizes, vocabulary, context), reference_loss),
+        "published, 64": (lambda: published(sizes, full, context), reference_loss),
         "ours": (lambda: ours(sizes, vocabulary, context), our_loss),
         "ours, decayed": (lambda: ours(sizes, vocabulary, context, "decay:product=0.01"), our_loss),
     }

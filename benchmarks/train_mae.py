@@ -135,12 +135,12 @@ def ours(sizes: dict[str, int], long_skips: bool = False, narrow: bool = False) 
 def loss_difference(sizes: dict[str, int], device: str) -> float:
     """Absolute difference of the two losses for the same weights, images and masks, in float32."""
     torch.manual_seed(0)
-    theirs, mine = Published(sizes, fused=True).to(device), ours(sizes).to(device)
-    load_published(mine, theirs.state_dict())
+    reference, own = Published(sizes, fused=True).to(device), ours(sizes).to(device)
+    load_published(own, reference.state_dict())
     images = torch.randint(256, (8, 3, sizes["size"], sizes["size"]), dtype=torch.uint8, device=device)
     noise = torch.rand(8, (sizes["size"] // sizes["patch"]) ** 2, device=device)
     with torch.no_grad():
-        return abs(float(theirs(images, noise) - mine(images, noise).loss))
+        return abs(float(reference(images, noise) - own(images, noise).loss))
 
 
 def stepper(model: nn.Module, images: Tensor, mode: str) -> Callable[[], None]:

@@ -125,13 +125,13 @@ def data(sizes: dict[str, int], batch: int, device: str) -> tuple[Tensor, Tensor
 def loss_difference(sizes: dict[str, int], device: str) -> float:
     """Absolute difference of the two losses for the same weights, latents, noise and times, in float32."""
     torch.manual_seed(0)
-    theirs, mine = Published(sizes).to(device), ours(sizes).to(device)
-    load_published_sit(mine, theirs.state_dict())
+    reference, own = Published(sizes).to(device), ours(sizes).to(device)
+    load_published_sit(own, reference.state_dict())
     latents, labels = data(sizes, 8, device)
     noise, t = torch.randn_like(latents), torch.rand(8, device=device)
     with torch.no_grad():
-        one = published_loss(theirs, latents, labels, sizes["classes"], t, noise)
-        two = Flow(label_dropout=0.0).loss(mine, latents, labels, sizes["classes"], time=t, noise=noise).mean()
+        one = published_loss(reference, latents, labels, sizes["classes"], t, noise)
+        two = Flow(label_dropout=0.0).loss(own, latents, labels, sizes["classes"], time=t, noise=noise).mean()
     return abs(float(one - two))
 
 
