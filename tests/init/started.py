@@ -1,4 +1,4 @@
-"""Models that were started without skips, and what changed in them."""
+"""Models after `skipless_`, and the names of weights that changed."""
 
 import warnings
 from typing import Any
@@ -18,7 +18,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def quietly(*args: Any, **kwargs: Any) -> Check:
-    """Notes of small models are not what is tested here."""
+    """`skipless_` without the warnings that small models give."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnskipWarning)
         return skipless_(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The initialisation of causal attention: with its mask, with rotary positions, grouped queries and gated MLPs."""
+"""`skipless_` for causal attention, rotary positions, grouped queries and gated MLPs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_attention_under_a_causal_mask_is_calibrated() -> None:
     check = skipless_(model, ids, generator=torch.Generator().manual_seed(0), **options)
     rows = [row.values for row in check.rows if row.site.kind == "attention"]
     assert [row["calibrated"] for row in rows] == pytest.approx([0.8] * 2, abs=0.01)
-    uniform = sum(1 / n for n in range(1, 33)) / 32  # of a token among those before it
+    uniform = sum(1 / n for n in range(1, 33)) / 32  # mean self-attention of uniform causal attention
     assert [row["uniform"] for row in rows] == pytest.approx([uniform] * 2)
 
 
-def test_what_rotary_positions_and_grouped_queries_leave_is_said() -> None:
+def test_the_effect_of_rotary_positions_and_grouped_queries_is_noted() -> None:
     model, ids = made("llama", num_key_value_heads=2)
     with warnings.catch_warnings(action="ignore"):
         check = skipless_(model, ids, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Frozen heads: no optimizer moves them, everything else is trained, and a resumed run keeps them, too."""
+"""Frozen heads: no optimizer changes them, all other weights are trained, and a resumed run keeps them."""
 
 import shutil
 from pathlib import Path
@@ -28,7 +28,7 @@ def vit() -> nn.Module:
 
 
 def heads(model: Any, first: int) -> list[torch.Tensor]:
-    """Rows of q, k and v, their biases, and columns of the output, read off timm's layout by hand."""
+    """Rows of q, k and v, their biases, and columns of the output, sliced by hand from timm's layout."""
     found = []
     for block in model.blocks:
         qkv, bias = block.attn.qkv.weight.view(3, 3, WIDTH, -1), block.attn.qkv.bias.view(3, 3, WIDTH)
@@ -44,7 +44,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
 
 
 @pytest.mark.parametrize("name", ["adamw", "soap", "muon"])
-def test_only_frozen_heads_stay(name: str) -> None:
+def test_only_frozen_heads_are_constant(name: str) -> None:
     model = vit()
     optimizer = unskip.optim.build(model, name, lr=1e-2, weight_decay=0.3)
     before, all_before = heads(model, 2), [each.detach().clone() for each in model.parameters()]
@@ -66,14 +66,14 @@ def test_weights_loaded_or_moved_before_the_first_step_are_kept() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
-            parameter.data = parameter.data.clone()  # as where a model is moved to another device
+            parameter.data = parameter.data.clone()  # as model.to(device) does
     loaded = heads(model, 1)
     train(model, optimizer, 1)
     assert all(torch.equal(one, other) for one, other in zip(loaded, heads(model, 1), strict=True))
 
 
 def test_paired_units_and_values_move_by_a_share_of_each_step() -> None:
-    """Against plain SGD, whose steps are known: with a rate of 0.1 a tenth of each, queries and keys not at all."""
+    """Against SGD: with a factor of 0.1 their steps are a tenth, and queries and keys are constant."""
     models = [vit(), vit()]
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,7 +96,7 @@ def test_paired_units_and_values_move_by_a_share_of_each_step() -> None:
             torch.testing.assert_close(slow - before, 0.1 * (after - before), atol=1e-7, rtol=1e-3)
 
 
-def test_heads_that_cannot_be_frozen() -> None:
+def test_heads_that_cannot_be_frozen_are_refused() -> None:
     model = vit()
     optimizer = unskip.optim.build(model, "adamw", lr=1e-2, weight_decay=0.1)
     with pytest.raises(InitError, match="its heads are 3"):
@@ -111,7 +111,7 @@ def test_heads_that_cannot_be_frozen() -> None:
 
 @pytest.mark.filterwarnings("ignore:flat-loss")
 @pytest.mark.parametrize("words", ["skipless:shaped,carry=2", "skipless:paired,carry=2"])
-def test_a_resumed_run_keeps_its_heads(tmp_path: Path, words: str) -> None:
+def test_a_resumed_run_keeps_its_frozen_heads(tmp_path: Path, words: str) -> None:
     fields: dict[str, Any] = {"model_args": "depth=2,embed_dim=32,num_heads=4,attn_head_dim=16", "batch": 16}
     fields |= {"shortcut": "cut", "init": words, "optimizer": "soap", "device": "cpu"}
     fields |= {"freeze_heads": 2, "health": False, "checkpoint_every": 3, "steps": 6}
@@ -134,7 +134,7 @@ def test_a_resumed_run_keeps_its_heads(tmp_path: Path, words: str) -> None:
         unskip.train(unskip.recipes.supervised("digits", carry_rate=0.1, device="cpu"), tmp_path / "rate")
 
 
-def test_a_student_trains_around_its_frozen_heads() -> None:
+def test_distillation_with_frozen_heads() -> None:
     fields: dict[str, Any] = {
         "model_args": "depth=2,embed_dim=32,num_heads=4",
         "batch": 16,

@@ -1,4 +1,4 @@
-"""Position codes: where the embeddings are found, and what is written into them."""
+"""Position codes: finding the position embeddings of a model, and their values."""
 
 import warnings
 from typing import Any
@@ -61,7 +61,7 @@ def patch_tokens(model: nn.Module, path: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_library_gets_codes_as_long_as_its_patches(name: str) -> None:
+def test_codes_have_the_norm_of_the_patch_tokens(name: str) -> None:
     model, path, embed, prefix = MODELS[name]()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     length = position_code_(model, images(), generator=seeded())
@@ -78,7 +78,7 @@ def test_every_library_gets_codes_as_long_as_its_patches(name: str) -> None:
     torch.testing.assert_close(found[prefix:].norm(dim=1), torch.full((16,), length / 2))
 
 
-def test_sine_cosine_depends_on_the_distance_alone() -> None:
+def test_products_of_sine_cosine_codes_depend_only_on_the_distance() -> None:
     code = sine_cosine(3, 5, 16).double()
     products = (code @ code.T).reshape(3, 5, 3, 5)
     torch.testing.assert_close(products[0, 0, 1, 2], products[1, 2, 2, 4])
@@ -96,7 +96,7 @@ def test_more_positions_than_dimensions_have_orthogonal_columns() -> None:
     torch.testing.assert_close(rows.T @ rows, length**2 * 16 / 12 * torch.eye(12).double(), rtol=0, atol=1e-4)
 
 
-def test_a_model_without_position_embeddings_is_told_so() -> None:
+def test_a_model_without_position_embeddings_is_refused() -> None:
     model = timm.create_model("beit_base_patch16_224", **SHAPE)
     with pytest.raises(InitError, match="no position embeddings"):
         position_code_(model, images())
@@ -105,7 +105,7 @@ def test_a_model_without_position_embeddings_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("words", ["default", "zero", "skipless"])
-def test_it_goes_with_every_initialisation(words: str) -> None:
+def test_position_codes_with_every_initialisation(words: str) -> None:
     (one, *_), (other, *_) = timm_vit(), timm_vit()
     with warnings.catch_warnings(action="ignore", category=UnskipWarning):
         start_(one, f"{words}:position_code=orthogonal", seeded(), images())
@@ -114,7 +114,7 @@ def test_it_goes_with_every_initialisation(words: str) -> None:
     assert length > 1
 
 
-def test_nothing_is_changed_where_the_rest_fails() -> None:
+def test_nothing_is_changed_if_another_part_fails() -> None:
     model, *_ = timm_vit()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(InitError, match="carry is 2"):

@@ -1,4 +1,4 @@
-"""Options of `skipless_` that are not the paper's: the MLP's shape, calibrated attention, heads that carry tokens."""
+"""Options of `skipless_` beyond the paper: shaped MLPs, calibrated attention, and heads that carry tokens."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ timm = pytest.importorskip("timm")
 
 
 class Wide(timm.layers.Attention):  # type: ignore[misc, name-defined]
-    """Heads of 16 whatever the width."""
+    """Attention with heads of width 16 for any model width."""
 
     def __init__(self, dim: int, **options: Any) -> None:
         super().__init__(dim, attn_head_dim=16, **options)
@@ -36,7 +36,7 @@ def images() -> torch.Tensor:
 
 
 def self_attention(model: nn.Module) -> list[torch.Tensor]:
-    """By attention and head, from the probabilities of a trace."""
+    """The self-attention of each head and layer, from recorded attention probabilities."""
     traced = trace_parts(model, Example.of(images()), weighted=True)
     sites = [part.site.index for part in traced.parts.attentions()]
     return [traced.probabilities(index).diagonal(dim1=-2, dim2=-1).mean((0, 2)) for index in sites]
@@ -58,7 +58,7 @@ def test_a_shaped_mlp_is_centred_and_keeps_angles() -> None:
     assert row["C(0)"] == pytest.approx(0, abs=1e-6)
 
 
-def test_the_gain_of_the_mlp_scales_its_output_alone() -> None:
+def test_the_gain_of_the_mlp_scales_only_its_output() -> None:
     one, other = vit(), vit()
     quietly(one, images()[:2], generator=seeded())
     quietly(other, images()[:2], generator=seeded(), mlp_gain=9.0)
@@ -67,8 +67,8 @@ def test_the_gain_of_the_mlp_scales_its_output_alone() -> None:
 
 
 @pytest.mark.parametrize(("layer", "slope"), [(nn.GELU, 1.0), (nn.ReLU, 1.0), (nn.SiLU, 1.0), (nn.LeakyReLU, 1.01)])
-def test_pairs_pass_tokens_on(layer: Any, slope: float) -> None:
-    """Without its other units an MLP is an orthogonal map, whatever the activation does to one of a pair."""
+def test_paired_units_are_an_orthogonal_map(layer: Any, slope: float) -> None:
+    """With only paired units an MLP is an orthogonal map, for any activation."""
     model = vit(act_layer=layer)
     quietly(model, images()[:2], **PRESETS["paired"], mix=0.25, generator=seeded())
     mlp, x = model.blocks[0].mlp, torch.randn(200, 48, generator=seeded(2), dtype=torch.float64)
@@ -83,7 +83,7 @@ def test_pairs_pass_tokens_on(layer: Any, slope: float) -> None:
     assert float((whole - mlp(x)).norm() / whole.norm()) == pytest.approx(0.2, abs=0.12)  # what mix adds
 
 
-def test_pairs_are_refused_where_they_cannot_be_and_missed_where_they_are_not() -> None:
+def test_pairs_are_refused_if_impossible_and_verification_notices_missing_ones() -> None:
     with pytest.raises(InitError, match="activation tanh"):
         skipless_(vit(act_layer=nn.Tanh), images()[:2], pairs=True)
     with pytest.raises(InitError, match="cannot have pairs"):
@@ -112,7 +112,7 @@ def test_calibrated_attention_reaches_its_target(goal: Any) -> None:
         verify_skipless(model, images(), **checked, self_attention=0.9)
 
 
-def test_even_heads_stay_near_uniform() -> None:
+def test_heads_with_a_low_target_stay_near_uniform() -> None:
     model = vit()
     quietly(model, images(), **PRESETS["shaped"], position_code="orthogonal", generator=seeded())
     solved = calibrate_(model, images(), 0.6, even=1, generator=seeded())
@@ -122,14 +122,14 @@ def test_even_heads_stay_near_uniform() -> None:
         assert found[2] < 0.1  # uniform: 1/16
 
 
-def test_a_target_that_is_out_of_reach_is_told() -> None:
+def test_an_unreachable_target_is_noted() -> None:
     model = vit()
     model.pos_embed.zero_()
     check = quietly(model, torch.ones(2, 3, 16, 16), self_attention=0.9, generator=seeded())
     assert any("below its target" in note and "0.06" in note for note in check.notes)  # all tokens are equal: 1/16
 
 
-def test_carrying_heads_pass_tokens_on_and_the_others_write_less() -> None:
+def test_carrying_heads_pass_tokens_on_and_the_gain_of_others_is_lower() -> None:
     model = vit(6, attn_layer=Wide)
     options = {"vo_gain": 2.0, "carry": 3, "mix": 0.5}
     quietly(model, images()[:2], **options, generator=seeded())
@@ -145,7 +145,7 @@ def test_carrying_heads_pass_tokens_on_and_the_others_write_less() -> None:
         skipless_(model, images()[:2], carry=2)
 
 
-def test_carrying_changes_no_other_weight() -> None:
+def test_carry_changes_no_other_weights() -> None:
     one, other = vit(6, attn_layer=Wide), vit(6, attn_layer=Wide)
     quietly(one, images()[:2], generator=seeded())
     quietly(other, images()[:2], carry=3, generator=seeded())
@@ -157,7 +157,7 @@ def test_carrying_changes_no_other_weight() -> None:
     assert torch.equal(one.blocks[1].mlp.fc2.weight, other.blocks[1].mlp.fc2.weight)
 
 
-def test_the_text_reaches_every_option() -> None:
+def test_all_options_can_be_given_as_text() -> None:
     one, other = vit(6, attn_layer=Wide), vit(6, attn_layer=Wide)
     start_(one, "skipless:shaped,position_code=orthogonal,carry=3,mix=0.5,self_attention=0.8,c=3", seeded(), images())
     options: dict[str, Any] = {**PRESETS["shaped"], "vo_gain": 3.0, "carry": 3, "mix": 0.5, "self_attention": 0.8}
@@ -176,12 +176,12 @@ def test_the_text_reaches_every_option() -> None:
         ({"mlp_gain": 0.0}, "mlp_gain"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(BadInput, match=told):
         skipless_(vit(), images()[:2], **options)
 
 
-def test_gated_mlps_have_no_bias_and_relative_positions_no_calibration() -> None:
+def test_mlp_bias_of_gated_mlps_and_calibration_with_relative_positions_are_refused() -> None:
     with pytest.raises(InitError, match="no mlp_bias"):
         skipless_(vit(mlp_layer=timm.layers.SwiGLU), images()[:2], mlp_bias=1.0)
     shape = {"img_size": 16, "patch_size": 4, "depth": 1, "embed_dim": 48, "num_heads": 3}

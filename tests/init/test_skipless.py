@@ -1,4 +1,4 @@
-"""The initialisation for models without skips: what it sets as closed forms."""
+"""`skipless_`: the initialised weights against closed forms."""
 
 import math
 import warnings
@@ -23,7 +23,7 @@ def singular(matrix: Tensor) -> numpy.ndarray[Any, Any]:
 
 
 WHOLE = ["timm_vit", "timm_beit", "nn_encoder_post", "hf_gpt2", "torchvision_vit", "timm_parallel_scaling", "hf_albert"]
-# Built like one of those above.
+# Families with the same layout as one of those above.
 ALIKE = ["timm_deit3", "nn_encoder_pre", "hf_vit", "hf_bert", "hf_bloom", "hf_gpt_neox", "hf_modernbert"]
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in ALIKE]
 
@@ -40,7 +40,7 @@ def test_value_output_is_a_scaled_rotation_of_the_whole_width(name: str) -> None
             assert bias is None or not bias.any()
 
 
-def test_both_factors_share_the_scale_and_heads_are_not_rotations_of_their_own() -> None:
+def test_values_and_outputs_share_the_scale_and_single_heads_are_not_rotations() -> None:
     _, _, found = started("timm_vit", c=3.0)
     part = next(found.attentions())
     numpy.testing.assert_allclose(singular(part.v.flatten(0, 1)), 3.0, rtol=1e-5)
@@ -66,12 +66,12 @@ def test_query_key_is_the_best_approximation_of_its_rank(name: str) -> None:
         for q, k in zip(part.q, part.k, strict=True):
             target = drawn(generator, 1.8, 1.0, part.q.shape[2])
             numpy.testing.assert_allclose(q.T @ k, truncated(target, part.head_dim), atol=1e-4)
-            numpy.testing.assert_allclose(singular(q), singular(k), rtol=1e-4)  # each has half of it
+            numpy.testing.assert_allclose(singular(q), singular(k), rtol=1e-4)  # q and k have equal singular values
         for bias in (part.q_bias, part.k_bias):
             assert bias is None or not bias.any()
 
 
-def test_shared_heads_are_alike() -> None:
+def test_shared_heads_all_approximate_one_matrix() -> None:
     _, _, found = started("timm_vit", heads="shared", parts=("query-key",))
     generator = seeded()
     for part in found.attentions():
@@ -100,8 +100,8 @@ def test_sliced_heads_add_up_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("heads", ["independent", "shared"])
-def test_grouped_queries_get_the_best_that_their_keys_allow(heads: Any) -> None:
-    """Four heads of queries, two of keys: each pair stacked is one matrix of rank head_dim."""
+def test_grouped_queries_are_the_best_approximation_for_shared_keys(heads: Any) -> None:
+    """Four query heads and two key heads: the two query heads of a key head stack to one matrix of rank head_dim."""
     _, _, found = started("hf_llama", heads=heads, parts=("query-key",))
     generator = seeded()
     for part in found.attentions():
@@ -113,7 +113,7 @@ def test_grouped_queries_get_the_best_that_their_keys_allow(heads: Any) -> None:
             numpy.testing.assert_allclose(got, best, atol=1e-4)
 
 
-def test_grouped_values_are_an_isometry_on_what_they_hold() -> None:
+def test_grouped_values_are_an_isometry_on_their_row_space() -> None:
     family = FAMILIES["hf_llama"]
     model = family.build()
     with pytest.warns(UnskipWarning, match="8 dimensions.*16"):
@@ -140,7 +140,7 @@ def test_mlps_are_orthogonal_with_the_gain_of_their_shape(name: str) -> None:
 
 
 def test_the_directions_are_uniform() -> None:
-    """The QR of a Gaussian is uniform only with its signs put right: else the trace would lean one way."""
+    """The Q of a Gaussian matrix is uniform only after its signs are corrected; otherwise the trace is biased."""
     family = FAMILIES["timm_vit"]
     traces = []
     for seed in range(25):
@@ -169,10 +169,10 @@ def test_layer_scale_becomes_one_and_drop_path_is_switched_off() -> None:
     assert not any(rates)
     model.train()
     x = family.inputs(2)
-    assert torch.equal(model(x), model(x))  # nothing is dropped any more
+    assert torch.equal(model(x), model(x))  # no drop path
 
 
-def test_a_scalar_of_a_branch_is_a_scale_too() -> None:
+def test_a_scalar_factor_on_a_branch_is_set_to_one() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -187,7 +187,7 @@ def test_a_scalar_of_a_branch_is_a_scale_too() -> None:
 
 
 class Wide(nn.Module):
-    """An attention whose heads are wider than the stream, alone or together."""
+    """Attention with a head, or all heads together, wider than the stream."""
 
     def __init__(self, dim: int, heads: int, width: int) -> None:
         super().__init__()
@@ -213,17 +213,17 @@ def test_heads_wider_than_the_stream(dim: int, heads: int, width: int) -> None:
         found.value_output() @ found.value_output().T, 81 * torch.eye(dim).double(), atol=1e-4, rtol=0
     )
     draw = seeded()
-    torch.randn(heads * width, dim, generator=draw, dtype=torch.float64)  # of W_V and W_O, drawn first
+    torch.randn(heads * width, dim, generator=draw, dtype=torch.float64)  # W_V and W_O are drawn first
     torch.randn(dim, dim, generator=draw, dtype=torch.float64)
     target = drawn(draw, 1.8, 1.0, dim)
     product = (found.q[0].T @ found.k[0]).double().detach().numpy()
     if width >= dim:
         numpy.testing.assert_allclose(product, target, atol=1e-5)
-    assert (found.q.abs().amax(-1) > 0).all()  # no dimension of a head is dead
+    assert (found.q.abs().amax(-1) > 0).all()  # all dimensions of a head are used
     assert (found.k.abs().amax(-1) > 0).all()
 
 
-def test_the_constants_of_the_paper_by_both_names() -> None:
+def test_constants_have_a_name_and_the_symbol_of_the_paper() -> None:
     one, other = Wide(8, 2, 4), Wide(8, 2, 4)
     x = torch.randn(2, 6, 8, generator=seeded())
     skipless_(one, x, alpha=1.5, beta=0.9, c=2.0, generator=seeded())
@@ -231,11 +231,11 @@ def test_the_constants_of_the_paper_by_both_names() -> None:
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
     with pytest.raises(BadInput, match="example"):
-        skipless_(one, 2.0)  # the second argument is the example, as everywhere
+        skipless_(one, 2.0)  # the second argument is the example, as in other functions
 
 
-def test_it_brings_a_cut_model_back() -> None:
-    """What it is for: without skips, random weights let nearly no direction through, and these let most."""
+def test_rank_of_a_cut_model_with_and_without_the_initialisation() -> None:
+    """Without skips, default weights pass almost no direction to the output, and these pass most."""
     from timm.models.vision_transformer import VisionTransformer
 
     model = VisionTransformer(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0).eval()

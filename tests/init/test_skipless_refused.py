@@ -1,4 +1,4 @@
-"""What cannot be initialised is refused with the reason, and left bit for bit."""
+"""Models that `skipless_` cannot initialise are refused with the reason, and left unchanged."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ class Computed(nn.Module):
         ("timm_vit", {"where": lambda site: False}, "no site"),
     ],
 )
-def test_what_cannot_be_initialised_is_left_bit_for_bit(name: str, options: dict[str, Any], reason: str) -> None:
+def test_refused_models_are_unchanged_bit_for_bit(name: str, options: dict[str, Any], reason: str) -> None:
     family = FAMILIES[name]
     model = family.build()
     before = weights(model)
@@ -52,8 +52,8 @@ def test_what_cannot_be_initialised_is_left_bit_for_bit(name: str, options: dict
         for name in sorted(FAMILIES)
     ],
 )
-def test_every_family_is_initialised_or_refused_with_the_reason(name: str) -> None:
-    """Grouped queries, cross-attention, heads of any width, convolutions: never an error of torch's."""
+def test_every_family_is_initialised_or_refused_with_a_reason(name: str) -> None:
+    """Grouped queries, cross-attention, heads of any width, convolutions: never an exception of torch."""
     family = FAMILIES[name]
     model = family.build()
     before = weights(model)
@@ -75,7 +75,7 @@ def test_a_computed_bias_is_refused() -> None:
 
 def test_a_failed_check_is_undone() -> None:
     class Even(nn.Module):
-        """Scores too small for attention to be anything but even."""
+        """Its scores are so small that attention is uniform."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -112,11 +112,11 @@ def test_bad_arguments() -> None:
         with pytest.raises(BadInput, match=match):
             skipless_(model, **options)  # type: ignore[arg-type]
     for options in ({"parts": "mlp"}, {"parts": ("mpl",)}, {"parts": ()}, {"where": "attnetion"}):
-        with pytest.raises(BadInput, match=next(iter(options))):  # nothing checked must not read as all is well
+        with pytest.raises(BadInput, match=next(iter(options))):  # an empty check must not pass
             verify_skipless(model, **options)  # type: ignore[arg-type]
 
 
-def test_sites_without_a_check_are_not_called_fine() -> None:
+def test_sites_that_are_not_checked_are_listed() -> None:
     family = FAMILIES["timm_vit"]
     check = quietly(family.build(), generator=seeded(), example=family.inputs(2), parts=("mlp",))
     for row in check.rows:
@@ -125,7 +125,7 @@ def test_sites_without_a_check_are_not_called_fine() -> None:
 
 
 class Tied(nn.Module):
-    """Queries and keys are made by one weight; a norm follows the values where asked."""
+    """Attention with one weight for queries and keys, or with a norm on its values."""
 
     def __init__(self, tied: bool, norm: bool = False) -> None:
         super().__init__()
@@ -149,14 +149,14 @@ def test_one_weight_for_queries_and_keys_is_refused() -> None:
     quietly(model, generator=seeded(), example=x, parts=("value-output",))
 
 
-def test_what_stands_between_values_and_output_is_told() -> None:
+def test_a_norm_between_values_and_output_is_noted() -> None:
     x = torch.randn(2, 5, 8)
     for norm in (False, True):
         check = quietly(Tied(tied=False, norm=norm), generator=seeded(), example=x)
         assert any("more than W_V W_O (value norm)" in note for note in check.notes) == norm
 
 
-def test_a_model_without_values_is_refused() -> None:
+def test_a_meta_model_is_refused() -> None:
     with torch.device("meta"):
         model = copy.deepcopy(FAMILIES["timm_vit"].make()).eval()
     with pytest.raises(InitError, match="meta device"):

@@ -1,4 +1,4 @@
-"""What the initialisation leaves alone: each part its own weights, and the same on every model, dtype and wiring."""
+"""Each part of `skipless_` changes only its weights, and the result does not depend on dtype, mode and wiring."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from unskip import Cut
 from unskip.errors import BadInput, InitError
 from unskip.init import PARTS, PRESETS, skipless_, verify_skipless
 
-# --- Separable --------------------------------------------------------------------------------------------------------
+# --- Single parts -----------------------------------------------------------------------------------------------------
 
 OWN = {
     "value-output": {"attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight", "attn.proj.bias", "ls1.gamma"},
@@ -23,7 +23,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_each_part_touches_its_own_weights_alone(part: Any) -> None:
+def test_each_part_changes_only_its_weights(part: Any) -> None:
     family = FAMILIES["timm_vit_layerscale_droppath"]
     model = family.build()
     before = weights(model)
@@ -39,7 +39,7 @@ def test_each_part_touches_its_own_weights_alone(part: Any) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_each_part_touches_its_own_weights_of_a_parallel_block_alone(part: Any) -> None:
+def test_each_part_changes_only_its_weights_in_a_parallel_block(part: Any) -> None:
     family = FAMILIES["timm_parallel_scaling"]
     model = family.build()
     before = unskip.parts(family.build(), family.inputs(1))
@@ -57,8 +57,8 @@ def test_each_part_touches_its_own_weights_of_a_parallel_block_alone(part: Any) 
                 assert torch.equal(value, getattr(new, view)) == (view not in own[part]), view
 
 
-def test_biases_put_together_belong_to_their_part() -> None:
-    """BEiT stores a bias for q and one for v; queries and keys must not clear that of the values."""
+def test_concatenated_biases_belong_to_their_part() -> None:
+    """BEiT has a bias for q and one for v; initialising queries and keys must not change that of v."""
     family = FAMILIES["timm_beit"]
     model = family.build()
     before = weights(model)
@@ -66,7 +66,7 @@ def test_biases_put_together_belong_to_their_part() -> None:
     assert changed(before, model) == {f"blocks.{i}.attn.{n}" for i in range(2) for n in ("q_bias", "qkv.weight")}
 
 
-def test_where_chooses_sites() -> None:
+def test_where_selects_sites() -> None:
     family = FAMILIES["timm_vit"]
     model = family.build()
     before = weights(model)
@@ -77,7 +77,7 @@ def test_where_chooses_sites() -> None:
         skipless_(model, example=family.inputs(2), where=lambda site: False)
 
 
-# --- The same everywhere ----------------------------------------------------------------------------------------------
+# --- Reproducibility --------------------------------------------------------------------------------------------------
 
 
 def test_the_same_generator_gives_the_same_weights() -> None:
@@ -86,7 +86,7 @@ def test_the_same_generator_gives_the_same_weights() -> None:
     quietly(one, generator=seeded(3), example=x)
     state = torch.get_rng_state()
     quietly(two, generator=seeded(3), example=x[:1])
-    assert torch.equal(torch.get_rng_state(), state)  # only its own generator is drawn from
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is not used
     quietly(three, generator=seeded(4), example=x)
     assert not changed(weights(one), two)
     assert changed(weights(one), three)
@@ -99,7 +99,7 @@ def test_the_same_generator_gives_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_are_those_of_float32_up_to_rounding(dtype: torch.dtype) -> None:
+def test_weights_of_other_dtypes_match_float32_up_to_rounding(dtype: torch.dtype) -> None:
     family = FAMILIES["timm_vit"]
     plain, model = family.build(), family.build().to(dtype)
     quietly(plain, generator=seeded(), example=family.inputs(2))
@@ -139,7 +139,7 @@ def test_before_and_after_rewire_are_the_same(name: str) -> None:
     verify_skipless(cut, family.inputs(2))
 
 
-def test_frozen_weights_and_modes_stay_as_they_were() -> None:
+def test_requires_grad_and_modes_do_not_change() -> None:
     family = FAMILIES["timm_vit"]
     model = family.build().train()
     for parameter in model.parameters():

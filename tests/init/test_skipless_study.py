@@ -1,4 +1,4 @@
-"""What benchmarks/skipless_gap.py does to a model beside `unskip.init`."""
+"""Initialisations that only benchmarks/skipless_gap.py uses."""
 
 from pathlib import Path
 from typing import Any

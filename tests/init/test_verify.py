@@ -1,4 +1,4 @@
-"""The table of `verify_skipless`: what stands in it, and that it raises."""
+"""`verify_skipless`: the numbers in its table, and its errors."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from unskip.init import verify_skipless
         ("blocks.0.mlp.fc2.weight", r"from orthogonal"),
     ],
 )
-def test_verify_fails_loudly_where_a_weight_was_spoiled(name: str, reason: str) -> None:
+def test_verify_raises_for_a_changed_weight(name: str, reason: str) -> None:
     family = FAMILIES["timm_vit"]
     model = family.build()
     quietly(model, generator=seeded(), example=family.inputs(2))
@@ -40,7 +40,7 @@ def test_verify_fails_loudly_where_a_weight_was_spoiled(name: str, reason: str) 
 
 
 @pytest.mark.parametrize("name", ["blocks.0.mlp.fc1.weight", "blocks.1.attn.proj.weight", "blocks.0.attn.qkv.weight"])
-def test_verify_fails_on_weights_that_are_not_finite(name: str) -> None:
+def test_verify_raises_for_non_finite_weights(name: str) -> None:
     family = FAMILIES["timm_vit"]
     model = family.build()
     quietly(model, generator=seeded(), example=family.inputs(2))
@@ -50,7 +50,7 @@ def test_verify_fails_on_weights_that_are_not_finite(name: str) -> None:
         verify_skipless(model, family.inputs(2))
 
 
-def test_verify_fails_on_a_default_model() -> None:
+def test_verify_raises_for_a_default_model() -> None:
     family = FAMILIES["timm_vit"]
     with pytest.raises(InitError, match="sites fail"):
         verify_skipless(family.build(), family.inputs(2))
@@ -58,7 +58,7 @@ def test_verify_fails_on_a_default_model() -> None:
         verify_skipless(family.build(), family.inputs(2), where=lambda site: False)
 
 
-def test_the_self_attention_of_the_table_is_that_of_the_formula() -> None:
+def test_self_attention_matches_the_formula() -> None:
     model, check, found = started("timm_vit")
     part = next(found.attentions())
     tokens = torch.randn(64, 16, generator=seeded(), dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_the_self_attention_of_the_table_is_that_of_the_formula() -> None:
     assert check.rows[0].values["uniform"] == pytest.approx(1 / 5)
 
 
-def test_a_check_is_plain_data() -> None:
+def test_a_check_can_be_serialised() -> None:
     _, check, _ = started("timm_vit")
     data = json.loads(json.dumps(check.to_dict(), allow_nan=False))
     assert [row["path"] for row in data["rows"]] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1"]
@@ -84,7 +84,7 @@ def test_a_check_is_plain_data() -> None:
     assert "mlp error" in str(check)
 
 
-def test_models_that_normalise_their_queries_say_that_this_is_not_checked() -> None:
+def test_models_with_normalised_queries_have_a_note() -> None:
     family = FAMILIES["timm_swinv2"]
     model = family.build()
     check = quietly(model, generator=seeded(), example=family.inputs(2))

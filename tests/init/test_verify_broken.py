@@ -1,4 +1,4 @@
-"""All that `skipless_` sets, broken by hand in every layout: `verify_skipless` names the site and what failed."""
+"""Each weight that `skipless_` sets is changed, in every layout: `verify_skipless` names the site and the failure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ APART = (slice(None),) * 3
 
 @dataclass
 class Layout:
-    """Where a block keeps what `skipless_` sets."""
+    """The names of the parameters that `skipless_` sets in a block."""
 
     path: str
     qkv: tuple[str, str, str]
@@ -32,7 +32,7 @@ class Layout:
     drop: str | None = None
 
     def place(self, role: str) -> tuple[str, slice]:
-        """The beginning of the parameter's name, and the outputs that are the role's."""
+        """The prefix of the parameter name of a role, and its slice of the outputs."""
         if role in ("query", "key", "value"):
             index = ("query", "key", "value").index(role)
             return f"{self.path}.{self.qkv[index]}", self.rows[index]
@@ -104,7 +104,7 @@ CACHE: dict[str, nn.Module] = {}
 
 @pytest.fixture
 def broken(request: pytest.FixtureRequest) -> Iterator[tuple[Layout, nn.Module, str]]:
-    """A layout and a started model of it: started once for all tests, and put back after each."""
+    """A layout and an initialised model of it, which is shared by all tests and restored after each."""
     name = request.node.callspec.params["name"]
     if name not in CACHE:
         CACHE[name], _, _ = started(name)
@@ -115,7 +115,7 @@ def broken(request: pytest.FixtureRequest) -> Iterator[tuple[Layout, nn.Module, 
 
 
 def fails(broken: tuple[Layout, nn.Module, str], kind: str, *expected: str, **options: Any) -> None:
-    """One site fails, and the error names it and these failures."""
+    """Asserts that one site fails, and that the error names it and these failures."""
     layout, model, name = broken
     found = verify_skipless(model, FAMILIES[name].inputs(1), check=False, **options)
     assert [(row.site.path, row.site.kind) for row in found.failed] == [(layout.path, kind)]
@@ -133,25 +133,25 @@ def kind(role: str) -> str:
     return "mlp" if role in ("up", "gate", "down") else "attention"
 
 
-def marked(*case: str) -> Any:
-    """A case of a layout; those of torchvision, a Hugging Face ViT and a Llama are like others: in the full tests."""
+def layout_case(*case: str) -> Any:
+    """A test case. Those of torchvision, a Hugging Face ViT and Llama resemble others and run in the full tests."""
     return pytest.param(*case, marks=pytest.mark.full if case[0] in ("torchvision_vit", "hf_vit", "hf_llama") else ())
 
 
-layouts = pytest.mark.parametrize("name", [marked(name) for name in LAYOUTS])
+layouts = pytest.mark.parametrize("name", [layout_case(name) for name in LAYOUTS])
 
 
 @layouts
-def test_what_was_just_started_holds(broken: tuple[Layout, nn.Module, str], name: str) -> None:
+def test_an_initialised_model_passes(broken: tuple[Layout, nn.Module, str], name: str) -> None:
     assert not verify_skipless(broken[1], FAMILIES[name].inputs(1)).failed
 
 
-# --- The scale, the condition and the halves of W_V W_O ---------------------------------------------------------------
+# --- W_V W_O: scale, condition number, and equal factors --------------------------------------------------------------
 
 
 @layouts
 @pytest.mark.parametrize("role", ["value", "output"])
-def test_the_scale(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+def test_a_wrong_scale_fails(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
     layout, model, _ = broken
     layout.weight(model, role).mul_(1.0001)
     factor = "W_V is 0.0002 from" if role == "value" else "W_O is 0.0002 from"
@@ -160,7 +160,7 @@ def test_the_scale(broken: tuple[Layout, nn.Module, str], name: str, role: str) 
 
 @layouts
 @pytest.mark.parametrize("role", ["value", "output"])
-def test_the_condition(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+def test_a_wrong_condition_number_fails(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
     layout, model, _ = broken
     layout.weight(model, role)[1].mul_(1.01)
     factor = "W_V is" if role == "value" else "W_O is"
@@ -168,14 +168,14 @@ def test_the_condition(broken: tuple[Layout, nn.Module, str], name: str, role: s
 
 
 @layouts
-def test_the_halves(broken: tuple[Layout, nn.Module, str], name: str) -> None:
+def test_unequal_factors_fail(broken: tuple[Layout, nn.Module, str], name: str) -> None:
     layout, model, _ = broken
     layout.weight(model, "value").mul_(1.01)
     layout.weight(model, "output").div_(1.01)
     fails(broken, "attention", "W_V is 0.02 from 3 times an isometry", "W_O is 0.02 from")
 
 
-def test_another_c_is_checked_by_its_own() -> None:
+def test_another_c_is_verified_with_its_value() -> None:
     family = FAMILIES["timm_vit"]
     model = family.build()
     quietly(model, c=0.7, generator=seeded(), example=family.inputs(2))
@@ -193,14 +193,14 @@ def test_another_c_is_checked_by_its_own() -> None:
 
 @layouts
 @pytest.mark.parametrize("role", ["query", "key"])
-def test_equal_weight(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+def test_queries_and_keys_of_unequal_norm_fail(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
     layout, model, _ = broken
     layout.weight(model, role).mul_(1.001)
     fails(broken, "attention", "W_Q and W_K are 0.002 from equal weight")
 
 
 @layouts
-def test_attention_near_the_identity(broken: tuple[Layout, nn.Module, str], name: str) -> None:
+def test_attention_far_from_the_identity_fails(broken: tuple[Layout, nn.Module, str], name: str) -> None:
     layout, model, _ = broken
     for role in ("query", "key"):
         layout.weight(model, role).mul_(0.125)
@@ -209,11 +209,11 @@ def test_attention_near_the_identity(broken: tuple[Layout, nn.Module, str], name
 
 # --- MLPs -------------------------------------------------------------------------------------------------------------
 
-MLP = [marked(name, role) for name, layout in LAYOUTS.items() for role in layout.mlp]
+MLP = [layout_case(name, role) for name, layout in LAYOUTS.items() for role in layout.mlp]
 
 
 @pytest.mark.parametrize(("name", "role"), MLP)
-def test_the_gain(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+def test_a_wrong_gain_fails(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
     layout, model, _ = broken
     weight = layout.weight(model, role)
     gain = max((weight.shape[0] / weight.shape[1]) ** 0.5, 1.0)
@@ -222,8 +222,8 @@ def test_the_gain(broken: tuple[Layout, nn.Module, str], name: str, role: str) -
 
 
 @pytest.mark.parametrize(("name", "role"), MLP)
-def test_orthogonal(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
-    """One row or column leans on another and keeps its length, so the gain still holds."""
+def test_a_matrix_that_is_not_orthogonal_fails(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+    """One row or column is rotated towards another without a change of its norm, so the gain is right."""
     layout, model, _ = broken
     weight = layout.weight(model, role)
     few = weight if weight.shape[0] <= weight.shape[1] else weight.T
@@ -231,18 +231,20 @@ def test_orthogonal(broken: tuple[Layout, nn.Module, str], name: str, role: str)
     fails(broken, "mlp", f"the MLP's {role} is 0.6 from orthogonal")
 
 
-# --- What is set: biases, LayerScale, drop path -----------------------------------------------------------------------
+# --- Biases, LayerScale, drop path ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "role"), [marked(n, role) for n in LAYOUTS if LAYOUTS[n].biases for role in ROLES[n]])
-def test_biases(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "role"), [layout_case(n, role) for n in LAYOUTS if LAYOUTS[n].biases for role in ROLES[n]]
+)
+def test_nonzero_biases_fail(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
     layout, model, _ = broken
     layout.bias(model, role)[-1] = 1e-6
     fails(broken, kind(role), f"the bias of {role} reaches 1e-06")
 
 
 @pytest.mark.parametrize(("name", "role"), [("hf_vit", role) for role in ROLES["hf_vit"]])
-def test_biases_that_are_not_finite(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
+def test_non_finite_biases_fail(broken: tuple[Layout, nn.Module, str], name: str, role: str) -> None:
     layout, model, _ = broken
     layout.bias(model, role)[-1] = torch.nan
     with pytest.raises(InitError, match=f"bias of {role} reaches nan"):
@@ -250,14 +252,14 @@ def test_biases_that_are_not_finite(broken: tuple[Layout, nn.Module, str], name:
 
 
 @pytest.mark.parametrize(("name", "where"), [(n, where) for n in LAYOUTS for where in LAYOUTS[n].scales])
-def test_layer_scale(broken: tuple[Layout, nn.Module, str], name: str, where: str) -> None:
+def test_a_layer_scale_other_than_one_fails(broken: tuple[Layout, nn.Module, str], name: str, where: str) -> None:
     layout, model, _ = broken
     model.get_parameter(f"{layout.path}.{layout.scales[where]}")[3] = 0.75
     fails(broken, where, "LayerScale is 0.25 away from 1")
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if LAYOUTS[name].drop])
-def test_drop_path(broken: tuple[Layout, nn.Module, str], name: str) -> None:
+def test_active_drop_path_fails(broken: tuple[Layout, nn.Module, str], name: str) -> None:
     layout, model, _ = broken
     module: Any = model.get_submodule(f"{layout.path}.{layout.drop}")
     before = module.drop_prob
@@ -271,8 +273,8 @@ def test_drop_path(broken: tuple[Layout, nn.Module, str], name: str) -> None:
         module.drop_prob = before
 
 
-def test_drop_path_of_a_refused_model_is_as_it_was() -> None:
-    """Attention that cannot be near the identity is refused after drop path was switched off."""
+def test_drop_path_of_a_refused_model_is_restored() -> None:
+    """The model is refused by the check of attention, after drop path was switched off."""
     family = FAMILIES["timm_vit_layerscale_droppath"]
     model: Any = family.build()
     rates = [module.drop_prob for module in model.modules() if hasattr(module, "drop_prob")]
@@ -283,8 +285,8 @@ def test_drop_path_of_a_refused_model_is_as_it_was() -> None:
 
 
 @layouts
-def test_only_what_was_initialised_is_checked(broken: tuple[Layout, nn.Module, str], name: str) -> None:
-    """Each part is checked by itself: the others may be broken."""
+def test_only_initialised_parts_are_verified(broken: tuple[Layout, nn.Module, str], name: str) -> None:
+    """Each part is verified alone, so the others may have any weights."""
     layout, model, _ = broken
     own = {"value-output": ("value", "output"), "query-key": ("query", "key"), "mlp": tuple(layout.mlp)}
     for part, roles in own.items():
@@ -305,7 +307,7 @@ def test_only_what_was_initialised_is_checked(broken: tuple[Layout, nn.Module, s
 
 
 @pytest.mark.parametrize("name", ["timm_vit_layerscale_droppath", "torchvision_vit", "hf_vit", "hf_gpt2"])
-def test_the_mean_that_is_taken_out(name: str) -> None:
+def test_a_wrong_centring_bias_fails(name: str) -> None:
     model, check, _ = started(name, centre=True)
     assert not check.failed
     layout, inputs = LAYOUTS[name], FAMILIES[name].inputs(1)
@@ -323,7 +325,7 @@ def test_the_mean_that_is_taken_out(name: str) -> None:
     fails((layout, model, name), "mlp", "the bias of up reaches 1e-06", centre=True)
 
 
-def test_a_gated_mlp_has_no_mean_and_no_bias() -> None:
+def test_a_gated_mlp_is_not_centred_and_has_no_bias() -> None:
     model, _, _ = started("hf_dinov2", centre=True)
     layout, inputs = LAYOUTS["hf_dinov2"], FAMILIES["hf_dinov2"].inputs(1)
     assert not verify_skipless(model, inputs, centre=True).failed
@@ -344,7 +346,7 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize(("bias", "told"), [(False, "no output bias"), (True, "unknown activation is not known")])
-def test_a_mean_that_cannot_be_taken_out_is_not_called_centred(bias: bool, told: str) -> None:
+def test_verification_of_centre_fails_for_an_mlp_that_is_not_centred(bias: bool, told: str) -> None:
     model = Plain(bias)
     x = torch.randn(2, 3, 4, generator=seeded())
     quietly(model, generator=seeded(), example=x)
@@ -356,7 +358,7 @@ def test_a_mean_that_cannot_be_taken_out_is_not_called_centred(bias: bool, told:
 
 
 class OneEnd(nn.Module):
-    """Attention and MLP side by side, and one weight and bias that takes both back to the stream."""
+    """Parallel attention and MLP with a common output weight and bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +372,7 @@ class OneEnd(nn.Module):
 
 
 @pytest.mark.parametrize("centre", [False, True])
-def test_a_bias_of_both_ends_is_that_of_the_mlp(centre: bool) -> None:
+def test_the_bias_of_a_common_output_is_that_of_the_mlp(centre: bool) -> None:
     model = OneEnd()
     x = torch.randn(2, 5, 16, generator=seeded())
     quietly(model, generator=seeded(), example=x, centre=centre)

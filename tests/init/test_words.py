@@ -1,4 +1,4 @@
-"""Initialisations as text, and the one that takes out the mean of the activation."""
+"""Initialisations given as text, and MLPs centred by removing the mean of their activation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unskip.init import PRESETS, skipless_, start_, zero_branches_
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Notes of small models are not what is tested here."""
+    """Ignores the warnings that small models give."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnskipWarning)
         yield
@@ -50,14 +50,14 @@ def same(one: nn.Module, other: nn.Module) -> bool:
         ("skipless:beta=2,vit-small", {**PRESETS["vit-small"], "qk_identity": 2.0}),
     ],
 )
-def test_words_are_arguments(words: str, options: dict[str, float]) -> None:
+def test_text_is_parsed_to_arguments(words: str, options: dict[str, float]) -> None:
     one, other = vit(), vit()
     start_(one, words, seeded())
     skipless_(other, generator=seeded(), **options)  # type: ignore[arg-type]
     assert same(one, other)
 
 
-def test_default_leaves_all_as_it_is_and_zero_does_not() -> None:
+def test_default_changes_nothing_and_zero_does() -> None:
     one = vit()
     start_(one, "default")
     assert same(one, vit())
@@ -65,7 +65,7 @@ def test_default_leaves_all_as_it_is_and_zero_does_not() -> None:
     assert not any(block.mlp.fc2.weight.any() for block in one.blocks)  # type: ignore[union-attr]
 
 
-def test_where_chooses_sites() -> None:
+def test_where_selects_sites() -> None:
     one, other = vit(), vit()
     start_(one, "zero", where="mlp")
     zero_branches_(other, where="mlp")
@@ -78,7 +78,7 @@ def test_where_chooses_sites() -> None:
 
 
 @pytest.mark.parametrize("words", ["zero", "skipless"])
-def test_notes_point_at_the_line_that_called(words: str) -> None:
+def test_warnings_have_the_line_of_the_caller(words: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UnskipWarning)
         start_(vit(init_values=1e-5, drop_path_rate=0.1), words, seeded())
@@ -97,7 +97,7 @@ def test_notes_point_at_the_line_that_called(words: str) -> None:
         (None, "text such as"),
     ],
 )
-def test_other_words_are_refused(words: str, told: str) -> None:
+def test_invalid_text_is_refused(words: str, told: str) -> None:
     with pytest.raises(BadInput, match=told):
         start_(vit(), words)
 
@@ -107,7 +107,7 @@ def test_an_unknown_preset_is_refused() -> None:
         start_(vit(), "skipless", preset="vit-bas")
 
 
-# --- The mean ---------------------------------------------------------------------------------------------------------
+# --- Centring ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_bias_is_the_closed_form_of_gelu() -> None:
@@ -122,7 +122,7 @@ def test_the_bias_is_the_closed_form_of_gelu() -> None:
 
 
 def test_the_bias_is_the_closed_form_of_relu() -> None:
-    """E[relu(s z)] = s / sqrt(2 pi), kink or not."""
+    """E[relu(s z)] = s / sqrt(2 pi)."""
     model = vit(act_layer=nn.ReLU)
     skipless_(model, generator=seeded(), centre=True)
     for block in model.blocks:  # type: ignore[union-attr]
@@ -131,7 +131,7 @@ def test_the_bias_is_the_closed_form_of_relu() -> None:
         torch.testing.assert_close(block.mlp.fc2.bias.double(), -down @ mean, atol=1e-4, rtol=1e-3)
 
 
-def test_what_an_mlp_adds_to_independent_tokens_has_no_mean() -> None:
+def test_the_output_of_a_centred_mlp_has_mean_zero() -> None:
     sizes = {}
     for centre in (False, True):
         model = vit()
@@ -144,7 +144,7 @@ def test_what_an_mlp_adds_to_independent_tokens_has_no_mean() -> None:
     assert sizes[True] < 0.03
 
 
-def test_tokens_of_a_model_without_skips_stay_further_apart() -> None:
+def test_centring_keeps_tokens_of_a_skipless_model_apart() -> None:
     images = torch.randn(4, 3, 32, 32, generator=seeded())
     alike = {}
     for centre in (False, True):
@@ -157,14 +157,14 @@ def test_tokens_of_a_model_without_skips_stay_further_apart() -> None:
     assert alike[True] < alike[False] - 0.1
 
 
-def test_a_gated_mlp_has_nothing_to_take_out() -> None:
+def test_centring_does_not_change_a_gated_mlp() -> None:
     one, other = (vit(mlp_layer=timm.layers.SwiGLU) for _ in range(2))
     skipless_(one, generator=seeded(), centre=True)
     skipless_(other, generator=seeded())
     assert same(one, other)
 
 
-def test_centre_is_refused_where_it_cannot_be() -> None:
+def test_impossible_centring_is_refused() -> None:
     with pytest.raises(BadInput, match="centre applies to mlp"):
         skipless_(vit(), parts=("query-key",), centre=True)
     model = vit()

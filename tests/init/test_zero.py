@@ -1,4 +1,4 @@
-"""Zero start: every branch adds nothing, and its weight still learns."""
+"""`zero_branches_`: every branch adds zero, and its weights get gradients."""
 
 import warnings
 from typing import Any
@@ -16,7 +16,7 @@ from unskip.errors import BadInput, InitError, UnskipWarning
 from unskip.init import Check, verify_zero_branches, zero_branches_
 
 
-def quietly(*args: Any, **kwargs: Any) -> Check:
+def zero_branches_quietly(*args: Any, **kwargs: Any) -> Check:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnskipWarning)
         return zero_branches_(*args, **kwargs)
@@ -31,7 +31,7 @@ def changed(before: dict[str, Tensor], model: nn.Module) -> set[str]:
 
 
 def gradients(model: nn.Module, inputs: Any) -> dict[str, float]:
-    """The size of every gradient of some number that depends on all of the output."""
+    """The norm of the gradient of each parameter, for a loss that depends on all outputs."""
     model.zero_grad()
     out = Example.of(inputs).copy().run(model)
     out = out if isinstance(out, Tensor) else next(iter(out.values()))
@@ -40,7 +40,7 @@ def gradients(model: nn.Module, inputs: Any) -> dict[str, float]:
     return {name: 0.0 if p.grad is None else float(p.grad.norm()) for name, p in model.named_parameters()}
 
 
-# What becomes zero in each family: the ends of the names of parameters.
+# The parameters of each family that become zero, by the end of their names.
 LAST = {
     "timm_vit": ("attn.proj.weight", "attn.proj.bias", "mlp.fc2.weight", "mlp.fc2.bias"),
     "nn_encoder_pre": ("out_proj.weight", "out_proj.bias", "linear2.weight", "linear2.bias"),
@@ -56,7 +56,7 @@ LAST = {
     "hf_t5": ("Attention.o.weight", "DenseReluDense.wo.weight"),
     "hf_gpt_neox": ("attention.dense.weight", "attention.dense.bias", "dense_4h_to_h.weight", "dense_4h_to_h.bias"),
     "timm_parallel_scaling": ("attn_out_proj.weight", "attn_out_proj.bias", "mlp_out_proj.weight", "mlp_out_proj.bias"),
-    # A branch that ends in a norm would be rescaled whatever its weight: its gain is what is zero.
+    # If a branch ends in a norm, the gain of the norm becomes zero.
     "timm_respost": ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"),
     "timm_swinv2": ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"),
     "hf_gemma2": ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight"),
@@ -65,11 +65,11 @@ LAST = {
 
 
 @pytest.mark.parametrize("name", LAST)
-def test_branches_add_nothing_and_learn(name: str) -> None:
+def test_branches_add_zero_and_get_gradients(name: str) -> None:
     family = FAMILIES[name]
     model = family.build()
     before = weights(model)
-    check = quietly(model, family.inputs(2))
+    check = zero_branches_quietly(model, family.inputs(2))
     assert all(row.values["largest"] == 0 and row.values["zeros"] == 1 for row in check.rows)
     assert all(row.values.get(name, 0.0) == 0 for row in check.rows for name in ("bias", "layer scale error"))
     assert len(check.rows) == len(family.sites)
@@ -78,19 +78,19 @@ def test_branches_add_nothing_and_learn(name: str) -> None:
     assert all(key.endswith(LAST[name]) for key in touched)
     graph = unskip.measure(model, family.inputs(2), jacobians="off")
     assert [row.ratio for row in graph.sites] == [0.0] * len(family.sites)
-    # No dead start: what was set to zero gets a gradient (Gemma's gain of 1 + w is zero at -1).
+    # Weights that were set to zero get a gradient (Gemma's gain of 1 + w is zero at -1).
     found = gradients(model, family.inputs(2))
     matrices = [key for key in touched if key in found and key.endswith("weight")]
     assert matrices
-    if name != "hf_t5":  # the output of T5Model is the decoder's alone
+    if name != "hf_t5":  # the output of T5Model depends only on the decoder
         assert all(found[key] > 0 for key in matrices)
 
 
-def test_the_model_is_its_stream() -> None:
-    """A pre-norm model that starts so is the norm of its embedding."""
+def test_a_zero_model_is_the_norm_of_its_embedding() -> None:
+
     family = FAMILIES["timm_vit"]
     model: Any = family.build()
-    quietly(model, family.inputs(2))
+    zero_branches_quietly(model, family.inputs(2))
     x = family.inputs(2)
     with torch.no_grad():
         stream = model._pos_embed(model.patch_embed(x))
@@ -109,8 +109,8 @@ def test_layer_scale_becomes_one() -> None:
 
 
 @pytest.mark.parametrize("shut", [torch.zeros(()), torch.zeros(4)])
-def test_a_scale_that_starts_at_zero_is_opened(shut: Tensor) -> None:
-    """With two zeros in a row neither would learn. A scalar (ReZero) counts as well as a vector."""
+def test_a_zero_scale_becomes_one(shut: Tensor) -> None:
+    """With two zero factors neither would get a gradient. The scale is a scalar (ReZero) or a vector."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -121,14 +121,14 @@ def test_a_scale_that_starts_at_zero_is_opened(shut: Tensor) -> None:
             return x + self.size * self.down(self.up(x).relu())
 
     model = Block()
-    quietly(model, torch.randn(2, 3, 4))
+    zero_branches_quietly(model, torch.randn(2, 3, 4))
     assert (model.size == 1).all()
     assert not model.down.weight.any()
     assert gradients(model, torch.randn(2, 3, 4))["down.weight"] > 0
 
 
-def test_a_gate_that_starts_shut_is_left_alone_and_still_learns() -> None:
-    """adaLN-zero: the gate is the zero start."""
+def test_a_zero_gate_is_not_changed_and_gets_gradients() -> None:
+    """With adaLN-zero the branch is zero already."""
     family = FAMILIES["diffusers_dit"]
     model = family.build()
     with torch.no_grad():
@@ -143,8 +143,8 @@ def test_a_gate_that_starts_shut_is_left_alone_and_still_learns() -> None:
     assert gradients(model, family.inputs(2))["transformer_blocks.0.norm1.linear.weight"] > 0
 
 
-def test_a_computed_gate_that_starts_shut_is_left_alone() -> None:
-    """tanh of a weight that starts at zero, as in Flamingo."""
+def test_a_computed_zero_gate_is_not_changed() -> None:
+    """The tanh of a weight that is initialised to zero, as in Flamingo."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -155,7 +155,7 @@ def test_a_computed_gate_that_starts_shut_is_left_alone() -> None:
             return x + self.gate.tanh() * self.down(self.up(x).relu())
 
     model = Block()
-    quietly(model, torch.randn(2, 3, 4))
+    zero_branches_quietly(model, torch.randn(2, 3, 4))
     assert model.down.weight.any()
     assert gradients(model, torch.randn(2, 3, 4))["gate"] > 0
 
@@ -164,10 +164,10 @@ def test_a_computed_gate_that_starts_shut_is_left_alone() -> None:
 def test_before_and_after_rewire_are_the_same(rule: Any) -> None:
     family = FAMILIES["timm_vit"]
     plain, rewired = family.build(), family.build()
-    quietly(plain, family.inputs(2))
+    zero_branches_quietly(plain, family.inputs(2))
     wiring = unskip.rewire(rewired, rule, family.inputs(2))
     alphas = wiring.alphas
-    quietly(rewired, family.inputs(2))
+    zero_branches_quietly(rewired, family.inputs(2))
     assert not changed(weights(plain), rewired)
     assert wiring.alphas == alphas
     verify_zero_branches(rewired, family.inputs(2))
@@ -175,7 +175,7 @@ def test_before_and_after_rewire_are_the_same(rule: Any) -> None:
         unskip.Wiring.of(plain)
 
 
-def test_where_chooses_sites() -> None:
+def test_where_selects_sites() -> None:
     family = FAMILIES["timm_vit"]
     model = family.build()
     before = weights(model)
@@ -192,7 +192,7 @@ def test_where_chooses_sites() -> None:
 
 
 @pytest.mark.parametrize("name", ["timm_resnet", "timm_parallel_things", "hand_nested"])
-def test_what_cannot_be_done_is_left_bit_for_bit(name: str) -> None:
+def test_refused_models_are_unchanged_bit_for_bit(name: str) -> None:
     family = FAMILIES[name]
     model = family.build()
     before = weights(model)
@@ -201,8 +201,8 @@ def test_what_cannot_be_done_is_left_bit_for_bit(name: str) -> None:
     assert not changed(before, model)
 
 
-def test_a_branch_that_ends_otherwise_is_restored() -> None:
-    """A sigmoid at its end: no weight makes it nothing."""
+def test_a_branch_that_cannot_be_zero_is_restored() -> None:
+    """It ends in a sigmoid, which is never zero."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -219,10 +219,10 @@ def test_a_branch_that_ends_otherwise_is_restored() -> None:
     assert not changed(before, model)
 
 
-def test_verify_fails_loudly() -> None:
+def test_verify_raises_for_a_changed_model() -> None:
     family = FAMILIES["timm_vit"]
     model = family.build()
-    quietly(model, family.inputs(2))
+    zero_branches_quietly(model, family.inputs(2))
     assert not verify_zero_branches(model, family.inputs(2)).failed
     with torch.no_grad():
         model.get_parameter("blocks.1.mlp.fc2.bias")[3] = 0.25
@@ -235,7 +235,7 @@ def test_verify_fails_loudly() -> None:
     assert len(verify_zero_branches(model, family.inputs(2), check=False).failed) >= 2
 
 
-# What is done to a started model, by family: the parameter, what it is filled with, and what then fails.
+# Changes to an initialised model: family, parameter, new value, and the check that fails.
 BROKEN = [
     ("timm_vit", "blocks.1.attn.proj.weight", 0.5, "no factor of the branch is 0"),
     ("timm_vit", "blocks.1.mlp.fc2.bias", 0.5, "the last bias reaches 0.5"),
@@ -258,10 +258,10 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "parameter", "value", "fact"), BROKEN)
-def test_everything_broken_is_named_with_its_site(name: str, parameter: str, value: float, fact: str) -> None:
+def test_changed_parameters_are_named_with_their_site(name: str, parameter: str, value: float, fact: str) -> None:
     family = FAMILIES[name]
     model = family.build()
-    quietly(model, family.inputs(2))
+    zero_branches_quietly(model, family.inputs(2))
     assert not verify_zero_branches(model, family.inputs(2)).failed
     with torch.no_grad():
         model.get_parameter(parameter).fill_(value)
@@ -275,8 +275,8 @@ def test_everything_broken_is_named_with_its_site(name: str, parameter: str, val
     assert fact in str(caught.value)
 
 
-def test_a_branch_that_is_silent_on_the_example_alone_is_not_zero() -> None:
-    """No unit of it fires on this input; on another it would add something."""
+def test_a_branch_that_is_zero_only_on_the_example_fails() -> None:
+    """All its ReLU units are zero for this input, but not for others."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
 
     class Block(nn.Module):
@@ -296,7 +296,7 @@ def test_a_branch_that_is_silent_on_the_example_alone_is_not_zero() -> None:
     assert found.rows[0].failed == ("no factor of the branch is 0, expected one",)
 
 
-def test_a_shut_gate_before_a_zero_weight_never_learns() -> None:
+def test_a_zero_gate_before_a_zero_weight_is_refused() -> None:
     family = FAMILIES["diffusers_dit"]
     model = family.build()
     with torch.no_grad():
@@ -308,16 +308,16 @@ def test_a_shut_gate_before_a_zero_weight_never_learns() -> None:
 
 
 @pytest.mark.parametrize("name", ["timm_vit", "hf_gemma2", "timm_respost"])
-def test_twice_is_once(name: str) -> None:
+def test_the_initialisation_is_idempotent(name: str) -> None:
     family = FAMILIES[name]
     model = family.build()
-    quietly(model, family.inputs(2))
+    zero_branches_quietly(model, family.inputs(2))
     before = weights(model)
-    quietly(model, family.inputs(2))
+    zero_branches_quietly(model, family.inputs(2))
     assert not changed(before, model)
 
 
-def test_sites_whose_parts_are_unknown_are_checked_on_the_example_and_told() -> None:
+def test_sites_without_known_parts_are_checked_on_the_example_with_a_note() -> None:
     family = FAMILIES["timm_resnet"]
     found = verify_zero_branches(family.build(), family.inputs(2), check=False)
     assert "only on the example" in found.notes[0]
@@ -330,4 +330,4 @@ def test_sites_whose_parts_are_unknown_are_checked_on_the_example_and_told() -> 
 def test_half_precision(dtype: torch.dtype) -> None:
     family = FAMILIES["timm_vit"]
     model = family.build().to(dtype)
-    assert all(row.values["largest"] == 0 for row in quietly(model, family.inputs(2).to(dtype)).rows)
+    assert all(row.values["largest"] == 0 for row in zero_branches_quietly(model, family.inputs(2).to(dtype)).rows)

@@ -1,4 +1,4 @@
-"""What every rank does to DINO and SimCLR; test_views.py starts it and checks what it leaves.
+"""Trains DINO and SimCLR on each rank; test_crops_processes.py starts it and checks the files that it writes.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.recipes.ranks FOLDER [shard]
 """
@@ -29,7 +29,7 @@ def made(kind: str) -> nn.Module:
     if kind == "contrast":
         return SimCLR(backbone, hidden=20, out=6, norm=False).double()
     model = DINO(backbone, out=12, hidden=20, bottleneck=8, balance=kind).double()  # type: ignore[arg-type]
-    for parameter in model.teacher.parameters():  # so that there is something to learn
+    for parameter in model.teacher.parameters():  # so that student and teacher differ
         parameter.add_(0.02 * torch.randn(parameter.shape, dtype=torch.float64))
     return model
 
@@ -54,13 +54,13 @@ def trained(kind: str, rank: int, world: int) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
-def _furthest(one: nn.Module, other: nn.Module) -> float:
+def _largest_difference(one: nn.Module, other: nn.Module) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 def main(folder: Path) -> None:
-    # One process first, before there is a group that losses and centres would be reduced over.
+    # First the run of one process, before the process group exists, over which losses and centres would be reduced.
     alone = {kind: trained(kind, 0, 1) for kind in ("centre", "sinkhorn", "contrast")}
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
         model, mine = trained(kind, rank, world)
         mean = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(mean)
-        off, moved = (_furthest(model, other) for other in (expected, made(kind)))
+        off, moved = (_largest_difference(model, other) for other in (expected, made(kind)))
         record[kind] = {
             "loss": float((mean / world - torch.tensor(losses, dtype=torch.float64)).abs().max()),
             "weights": off,
@@ -84,7 +84,7 @@ def main(folder: Path) -> None:
 
 
 def _batch_norm(rank: int, world: int) -> float:
-    """How far outputs, gradients and statistics of batch norm over all processes are from torch's over the batch."""
+    """The largest difference between batch norm over all processes and torch's batch norm over the whole batch."""
     random = torch.Generator().manual_seed(2)
     x = torch.randn(8, 5, generator=random, dtype=torch.float64) + 3
     target = torch.randn(8, 5, generator=random, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The recipes dino and simclr: every knob, runs on digits, resume, schedules, warnings of collapse."""
+"""The recipes dino and simclr: options, runs on digits, resume, schedules, warnings of collapse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unskip.optim import schedules
 from unskip.recipes import open_run
 from unskip.training import RunFolder
 
-pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # short runs give health warnings
 
 TINY: dict[str, Any] = {
     "model_args": "depth=2,embed_dim=16,num_heads=2",
@@ -96,7 +96,7 @@ def test_schedules_and_the_frozen_last_layer() -> None:
     model: Any = task.model
     assert task.before_step is not None
     assert task.after_step is not None
-    schedules.apply(task.optimizer, lr=1.0)  # as the loop does, before it calls before_step
+    schedules.apply(task.optimizer, lr=1.0)  # as the loop does before before_step
     task.before_step(0)
     assert float(model.temperature) == pytest.approx(0.04)
 
@@ -111,7 +111,7 @@ def test_schedules_and_the_frozen_last_layer() -> None:
     assert decays() == [0.0, 0.2]
     before = {name: value.clone() for name, value in model.teacher.state_dict().items()}
     model.student.head.last.weight.data.add_(1)
-    task.after_step(99)  # at the last step the teacher stands still
+    task.after_step(99)  # at the last step the EMA decay is 1
     assert all(torch.equal(before[name], value) for name, value in model.teacher.state_dict().items())
     last = model.last_layer()
     held = []
@@ -122,7 +122,7 @@ def test_schedules_and_the_frozen_last_layer() -> None:
         task.loss(model, batch)[0].backward()
         gradient = last.grad
         task.optimizer.step()
-        assert last.grad is gradient  # a CUDA graph goes on writing there, frozen or not
+        assert last.grad is gradient  # a CUDA graph writes to this tensor in every step
         task.optimizer.zero_grad()
         held.append(torch.equal(now, last))
     per_epoch = task.feed.steps_per_epoch
@@ -132,8 +132,8 @@ def test_schedules_and_the_frozen_last_layer() -> None:
 
 
 @pytest.mark.parametrize(("fade", "left"), [(4, 0.0), (10, 0.5)])
-def test_a_teacher_is_evaluated_as_it_was_at_the_end(tmp_path: Path, fade: int, left: float) -> None:
-    """Its skips are annealed with the student's; a run that is opened again has them where training left them."""
+def test_a_teacher_has_the_annealed_alphas_of_the_end(tmp_path: Path, fade: int, left: float) -> None:
+    """Its alphas are annealed with the student's, and an opened run has those of the last step."""
     unskip.train(dino(shortcut=f"anneal:keep>cut@{fade}"), tmp_path / "x", quiet=True)  # the last step is number 5
     loaded: Any = open_run(tmp_path / "x")
     for tower in (loaded.model.student, loaded.model.teacher):
@@ -149,8 +149,8 @@ def test_a_teacher_is_evaluated_as_it_was_at_the_end(tmp_path: Path, fade: int, 
     [dino(device="meta"), dino(device="meta", balance="sinkhorn", freeze_last=1.0), simclr(device="meta")],
     ids=["dino", "sinkhorn", "simclr"],
 )
-def test_a_step_can_be_recorded(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    autocast: Any = torch.autocast  # which does not know of the meta device
+def test_a_step_runs_on_the_meta_device(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    autocast: Any = torch.autocast  # torch.autocast does not support the meta device
     monkeypatch.setattr(
         torch, "autocast", lambda kind, **rest: nullcontext() if kind == "meta" else autocast(kind, **rest)
     )
@@ -164,12 +164,12 @@ def test_a_step_can_be_recorded(config: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 SMALL: dict[str, Any] = {"model_args": "depth=2,embed_dim=32,num_heads=2", "steps": 150, "log_every": 10, "batch": 64}
-OLD: dict[str, Any] = {"bottleneck_norm": False, "freeze_last": 1.0}  # what small sets collapse with
+OLD: dict[str, Any] = {"bottleneck_norm": False, "freeze_last": 1.0}  # settings that collapse on small sets
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("changes", "collapses"), [({}, False), (OLD, True)], ids=["preset", "as published"])
-def test_the_digits_preset_does_not_collapse(changes: dict[str, Any], collapses: bool, tmp_path: Path) -> None:
+def test_the_digits_preset_prevents_collapse(changes: dict[str, Any], collapses: bool, tmp_path: Path) -> None:
     unskip.train(recipes.dino("digits", health=False, device="cpu", **SMALL, **changes), tmp_path / "x", quiet=True)
     last = RunFolder(tmp_path / "x").read("metrics.jsonl")[-1]
     most = math.log(recipes.dino("digits").projection)
@@ -196,7 +196,7 @@ def test_warnings_of_collapse() -> None:
     assert names(rank_block_0=9.0, patchrank_block_0=7.0, patchrank_block_1=1.2) == ["collapsed-patches"]
 
 
-def test_what_would_end_a_run_at_its_first_evaluation_is_refused_at_its_start() -> None:
+def test_online_evaluation_is_checked_before_training() -> None:
     images = unskip.data.open_images("digits")
     low = images.select((images.labels < 5).nonzero()[:, 0])
 
@@ -212,7 +212,7 @@ def test_a_batch_without_negatives_is_refused() -> None:
         recipes.build_task(simclr(batch=4, accumulate=4))
 
 
-def test_decay_with_a_contrastive_loss_is_warned_about() -> None:
+def test_decay_with_a_contrastive_loss_gives_a_warning() -> None:
     for shortcut in ("decay:0.6", "anneal:keep>decay:0.5@10"):
         with pytest.warns(UnskipWarning, match="contrastive"):
             task, _ = recipes.build_task(simclr(shortcut=shortcut))
@@ -223,7 +223,7 @@ def test_decay_with_a_contrastive_loss_is_warned_about() -> None:
     assert isinstance(task.model, SimCLR)
 
 
-def test_published_weights_start_a_run(tmp_path: Path) -> None:
+def test_training_from_a_published_checkpoint(tmp_path: Path) -> None:
     from tests.models.test_dino import made_up
 
     model: Any = recipes.build_task(dino())[0].model
@@ -259,7 +259,7 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("more", "evaluated"), [("", True), (",class_token=false,global_pool=avg,reg_tokens=2", False)]
 )
-def test_neighbours_of_a_class_token_where_there_is_one(more: str, evaluated: bool) -> None:
+def test_knn_of_the_class_token_needs_a_class_token(more: str, evaluated: bool) -> None:
     task, _ = recipes.build_task(dino(model_args=TINY["model_args"] + more))
     (evaluation,) = task.evaluations.values()
     result = evaluation(task.model)
@@ -267,7 +267,7 @@ def test_neighbours_of_a_class_token_where_there_is_one(more: str, evaluated: bo
     assert ("cls_knn20" in result) == evaluated
 
 
-def test_a_model_that_takes_any_size_without_being_asked() -> None:
+def test_a_model_that_accepts_any_size_without_an_option() -> None:
     """NaFlexVit has no dynamic_img_size. This one has registers and no class token."""
     task, _ = recipes.build_task(dino(model="timm:naflexvit_base_patch16_gap", model_args=TINY["model_args"], patch=2))
     model: Any = task.model

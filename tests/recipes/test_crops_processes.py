@@ -1,4 +1,4 @@
-"""The recipes dino and simclr on two processes, with whole and with sharded weights."""
+"""The recipes dino and simclr on two processes, with replicated and with sharded weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.recipes.ranks import main
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
 
 
-def test_two_processes_are_one(tmp_path: Path) -> None:
-    """Losses, centre, Sinkhorn's balance and weights after some steps: those of one process on the whole batch."""
+def test_two_processes_match_one(tmp_path: Path) -> None:
+    """Losses, centre, Sinkhorn normalisation and weights after some steps match one process with the whole batch."""
     on_ranks(2, tmp_path, lambda: main(tmp_path))
     record = json.loads((tmp_path / "result.json").read_text())
     assert record.pop("batch norm")["off"] < 1e-12

@@ -1,4 +1,4 @@
-"""The images of a run: the same fields for every recipe, and one decoding for several runs."""
+"""Image sets of runs: common fields of all recipes, broken images, and sets shared by several runs."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "a-*.parquet")
 
 
-# Images are opened in one place; the feeds of the others are like those of these three.
+# The other recipes open images and build feeds as one of these three does.
 @pytest.mark.parametrize("recipe", ["supervised", "dino", "sit"])
-def test_what_is_broken_is_left_out(recipe: str, broken: str) -> None:
+def test_broken_images_are_left_out(recipe: str, broken: str) -> None:
     task, _ = unskip.recipes.build_task(small(recipe, data=broken))
     assert sum("left out 1 of 208" in note for note in task.notes) == 2
     assert sum("stored as central squares of 8 pixels" in note for note in task.notes) == 2
     task.loss(task.model, next(task.feed.iterate(0, 1)))
 
 
-def test_a_run_without_its_broken_images_is_evaluated_without_them(broken: str, tmp_path: Path) -> None:
+def test_evaluation_leaves_out_broken_images_if_training_did(broken: str, tmp_path: Path) -> None:
     config = small("supervised", data=broken)
     unskip.train(config, tmp_path / "run", quiet=True)
     assert recipes.evaluate_run(tmp_path / "run", ["rank-v1"])[1]
@@ -59,7 +59,7 @@ def test_a_run_without_its_broken_images_is_evaluated_without_them(broken: str, 
 
 @pytest.fixture
 def splits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The splits that were opened."""
+    """Records the splits that are opened."""
     result: list[str] = []
 
     def counted(source: str, split: Any, **options: Any) -> ImageSet:
@@ -70,7 +70,7 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return result
 
 
-def test_an_opener_serves_every_run(splits: list[str], tmp_path: Path) -> None:
+def test_an_opener_opens_a_set_once_for_several_runs(splits: list[str], tmp_path: Path) -> None:
     opener = _data.cached_opener()
     unskip.train(small("mae"), tmp_path / "a", quiet=True, opener=opener)
     unskip.train(small("supervised", seed=1), tmp_path / "b", quiet=True, opener=opener)
@@ -81,7 +81,7 @@ def test_an_opener_serves_every_run(splits: list[str], tmp_path: Path) -> None:
     assert splits == ["train", "test"] * 2
 
 
-def test_a_folder_that_is_taken_is_refused_before_images_are_opened(splits: list[str], tmp_path: Path) -> None:
+def test_an_existing_run_folder_is_refused_before_images_are_opened(splits: list[str], tmp_path: Path) -> None:
     unskip.train(small("supervised"), tmp_path / "a", quiet=True)
     assert splits == ["train", "test"]
     with pytest.raises(BadInput, match=r"already has a run.*--out"):
@@ -92,7 +92,7 @@ def test_a_folder_that_is_taken_is_refused_before_images_are_opened(splits: list
         unskip.train(small("supervised"), tmp_path / "a", quiet=True)
 
 
-def test_a_run_that_fails_before_its_first_step_leaves_its_folder_free(
+def test_a_run_that_fails_before_its_first_step_removes_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -105,7 +105,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_its_folder_free(
     assert unskip.train(small("supervised"), tmp_path / "a", quiet=True).finished
 
 
-def test_seeds_share_their_images(splits: list[str], tmp_path: Path) -> None:
+def test_seeds_open_their_images_once(splits: list[str], tmp_path: Path) -> None:
     words = ["--steps", "1", "--device", "cpu", "--quiet", "--model-args", SMALL["model_args"]]
     assert cli.main(["train", "supervised", *words, "--seeds", "0,1,2", "--out", str(tmp_path / "runs")]) == 0
     assert splits == ["train", "test"]

@@ -1,4 +1,4 @@
-"""What the study of DINO runs: learning rates that no tested image has a say in, for both models and each optimizer."""
+"""The DINO study chooses learning rates on held-out training images, for each model and optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trial(name: str, way: str, times: float) -> str:
     return f"rate | {name} | {way} | x {times:.3g}"
 
 
-def test_learning_rates_are_chosen_on_training_files_alone(study: Any) -> None:
+def test_learning_rates_are_chosen_without_the_test_set(study: Any) -> None:
     jobs = study.jobs({}, FIELDS, OPTIONS)
     rates = {name: config for name, config in jobs if name.startswith("rate")}
     assert len(rates) == 18  # two models, three ways, three rates
@@ -39,7 +39,7 @@ def test_learning_rates_are_chosen_on_training_files_alone(study: Any) -> None:
     assert not any(name.startswith(("main", "labels", "remedy", "depth")) for name, _ in jobs)
 
 
-def test_the_best_rate_of_each_model_is_taken_and_an_end_is_looked_beyond(study: Any) -> None:
+def test_the_best_rate_is_used_and_the_grid_is_extended_at_its_edge(study: Any) -> None:
     done = {trial("residual", "soap", times): row(0.5 - abs(times - 1)) for times in (1, 1 / 3, 3)}
     done |= {trial("skipless", "soap", times): row(times) for times in (1, 1 / 3, 3)}
     names = [name for name, _ in study.jobs(done, FIELDS, OPTIONS)]

@@ -1,4 +1,4 @@
-"""Skips out of a trained model: the loss, the teacher in the run folder, exact resume, and the command."""
+"""Removing skips from a trained model by distillation: loss, teacher, exact resume, and the command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unskip.errors import BadInput
 from unskip.recipes._distillation import Teacher
 from unskip.training import RunFolder
 
-pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # a few steps look unhealthy
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # short runs give health warnings
 
 TINY: dict[str, Any] = {
     "model_args": "depth=2,embed_dim=16,num_heads=2",
@@ -51,7 +51,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_the_loss_is_the_divergence_of_softened_outputs() -> None:
+def test_the_loss_is_the_divergence_at_a_temperature() -> None:
     student, target = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
     teacher = Teacher(nn.Linear(1, 1), temperature=3.0)
     p, q = (target / 3).softmax(-1), (student / 3).softmax(-1)
@@ -60,7 +60,7 @@ def test_the_loss_is_the_divergence_of_softened_outputs() -> None:
     assert float(teacher.loss(target, target)) == pytest.approx(0, abs=1e-12)
 
 
-def test_labels_have_the_rest_of_the_loss(original: Path) -> None:
+def test_labels_have_the_remaining_weight_of_the_loss(original: Path) -> None:
     settings = {"weights": str(original), "drop_path": 0.2, "mixup": 0.5, "smoothing": 0.1}
     found = []
     for share in (0.0, 0.25, 1.0):
@@ -74,8 +74,8 @@ def test_labels_have_the_rest_of_the_loss(original: Path) -> None:
     torch.testing.assert_close(plain.loss(plain.model, next(iter(plain.feed.iterate(0, 1))))[0], found[0])
 
 
-def test_the_teacher_is_the_model_as_it_was_with_its_skips_and_ema_weights(original: Path) -> None:
-    """What unskip.load returns, whatever mode and skips the student has."""
+def test_the_teacher_is_the_original_model_with_skips_and_ema_weights(original: Path) -> None:
+    """It equals the model of unskip.load, for any mode and shortcut of the student."""
     task, _ = recipes.build_task(tiny(**STUDENT, weights=str(original), drop_path=0.2))
     images = task.sample
     expected = unskip.load(original).eval()(images)
@@ -110,7 +110,7 @@ def test_a_run_resumes_exactly_from_its_folder_alone(original: Path, tmp_path: P
     assert 0 <= rows[-1]["teacher_agreement"] <= 1
 
 
-def test_a_run_without_a_teacher_resumes_without_what_it_started_from(original: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_teacher_resumes_without_its_initial_weights(original: Path, tmp_path: Path) -> None:
     shutil.copytree(original, tmp_path / "first")
     unskip.train(tiny(weights=str(tmp_path / "first"), drop_path=0.2), tmp_path / "run", quiet=True)
     shutil.rmtree(tmp_path / "first")
@@ -137,7 +137,7 @@ def test_weights_of_another_dtype_are_trained_in_float32(tmp_path: Path) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_two_processes_distil_as_one(original: Path, tmp_path: Path, fsdp: bool) -> None:
+def test_distillation_on_two_processes_matches_one(original: Path, tmp_path: Path, fsdp: bool) -> None:
     config = partial(tiny, **STUDENT, weights=str(original), drop_path=0.2, ema=0.9, health=False)
     unskip.train(config(), tmp_path / "one", quiet=True)
     on_ranks(2, tmp_path, lambda: unskip.train(config(fsdp=fsdp), tmp_path / "two", quiet=True) and None)
@@ -157,13 +157,20 @@ def test_a_compiled_student_has_a_compiled_teacher(original: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("given", ["", "checkpoints/step-6"])
-def test_one_command_takes_model_and_data_from_the_run(
+def test_model_and_data_are_taken_from_the_run(
     original: Path, tmp_path: Path, given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train", "supervised", "--weights", str(original / given), "--shortcut", "anneal:keep>cut@1"]
     out = tmp_path / "run"
     assert cli.main([*command, "--teacher", "original", "--ema", "None", "--steps", "2", "--out", str(out)]) == 0
-    assert "the other defaults are those of that run" in capsys.readouterr().err
+    assert "using the other defaults of that run" in capsys.readouterr().err
     config, before = (RunFolder.open(run).config for run in (out, original))
     changed = {name for name in config if config[name] != before[name]}
-    assert changed == {"weights", "shortcut", "teacher", "steps", "ema", "smoothing"}  # which has no effect here
+    assert changed == {
+        "weights",
+        "shortcut",
+        "teacher",
+        "steps",
+        "ema",
+        "smoothing",
+    }  # smoothing has no effect with a teacher

@@ -1,4 +1,4 @@
-"""The recipes of SiT and U-ViT: every choice a flag, objectives, resume, and configs that do not fit."""
+"""The recipes sit and uvit: options, objectives, and configs that are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unskip.data import Feed, ImageSet, open_images
 from unskip.errors import BadInput, LoadError, UnskipWarning
 from unskip.models import SiT
 
-# Runs of a few steps look unhealthy, and are told so.
+# Short runs give health warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
 
 
@@ -34,7 +34,7 @@ def test_the_shortcut_governs_the_sites_that_where_selects() -> None:
     assert not task.model.mirrors
 
 
-def test_a_zero_start_is_of_all_branches_wherever_the_shortcut_is() -> None:
+def test_a_zero_start_covers_all_branches_for_any_where() -> None:
     task, _ = unskip.recipes.build_task(tiny("uvit", init="zero", where="attention"))
     assert task.wirings
     assert {
@@ -44,7 +44,10 @@ def test_a_zero_start_is_of_all_branches_wherever_the_shortcut_is() -> None:
     assert {row.site.kind for row in result.rows} == {"attention", "mlp"}
 
 
-LATE: dict[str, Any] = {"times": "logit-normal", "time_mean": 2.0}  # the data's part of the velocity counts little
+LATE: dict[str, Any] = {
+    "times": "logit-normal",
+    "time_mean": 2.0,
+}  # late times, at which the data have a small weight in the velocity
 
 
 @pytest.mark.full
@@ -52,12 +55,15 @@ LATE: dict[str, Any] = {"times": "logit-normal", "time_mean": 2.0}  # the data's
 @pytest.mark.parametrize("target", ["velocity", "noise", "data"])
 @pytest.mark.parametrize("times", [{}, LATE], ids=["uniform", "late"])
 def test_a_model_that_predicts_zero_has_the_baseline_loss(interpolant: str, target: str, times: dict[str, Any]) -> None:
-    """SiT's output starts at zero: its loss is what flat-loss compares with."""
+    """SiT predicts zero at the start. Its loss then is the baseline of the flat-loss warning."""
     task, _ = unskip.recipes.build_task(tiny(interpolant=interpolant, target=target, batch=1024, **times))
     torch.manual_seed(0)
     result = float(task.loss(task.model, next(task.feed.iterate(0, 1)))[0].detach())
     assert result == pytest.approx(task.baseline_loss, rel=0.03)
-    if (interpolant, target) == ("linear", "velocity"):  # by all test images: a few say little of their mean square
+    if (interpolant, target) == (
+        "linear",
+        "velocity",
+    ):  # over all test images, because the mean square of a few is noisy
         values = torch.cat([part[0] for part in Feed(open_images("digits", split="test"), 100, 8).evaluate()])
         assert task.baseline_loss == pytest.approx(1 + float(values.double().square().mean()), rel=1e-6)
 
@@ -78,12 +84,12 @@ def test_the_betas_of_the_paper_are_those_of_adamw(optimizer: str, betas: tuple[
     ({"online_time": 2.0}, "between 0 \\(noise"),
     ({"latents": "nowhere"}, "no config.json"),
 ])  # fmt: skip
-def test_configs_that_do_not_fit(changes: dict[str, Any], text: str) -> None:
+def test_invalid_configs_are_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(BadInput, match=text):
         unskip.recipes.build_task(tiny(**changes))
 
 
-def test_a_set_too_small_for_knn_is_trained_on_without_it() -> None:
+def test_a_set_that_is_too_small_for_knn_is_trained_without_it() -> None:
     def small(*args: Any, **options: Any) -> ImageSet:
         return few()
 
@@ -95,7 +101,7 @@ def test_a_set_too_small_for_knn_is_trained_on_without_it() -> None:
     assert not any(key.startswith("knn") for key in keys)
 
 
-def test_a_checkpoint_that_cannot_be_begun_from_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_initial_checkpoint_is_refused(tmp_path: Path) -> None:
     torch.save(SiT(size=8, patch=2, channels=1, width=32, depth=5, heads=2, classes=10).state_dict(), tmp_path / "x.pt")
     with pytest.raises(LoadError, match="does not fit the model"):
         unskip.recipes.build_task(tiny(weights=str(tmp_path / "x.pt")))
@@ -106,8 +112,8 @@ def test_a_checkpoint_that_cannot_be_begun_from_is_refused(tmp_path: Path) -> No
         unskip.recipes.build_task(tiny("uvit", weights=str(tmp_path / "x.pt")))
 
 
-def test_a_model_that_knows_more_classes_has_its_own_label_for_none() -> None:
-    """As published weights do: a label that is left out is the model's last row, not the class after the data's."""
+def test_the_null_label_of_a_model_with_more_classes_than_the_data() -> None:
+    """As with published weights: dropped labels use the last row of the model's embedding."""
     task, _ = unskip.recipes.build_task(tiny(model_args=f"{SIT},classes=25", label_dropout=0.5))
     seen: list[Tensor] = []
 
@@ -121,7 +127,7 @@ def test_a_model_that_knows_more_classes_has_its_own_label_for_none() -> None:
     assert 25 in seen[0]
 
 
-def test_how_a_run_is_carried_out_is_a_field_too() -> None:
+def test_fields_of_the_training_loop_reach_the_plan() -> None:
     for recipe in ("sit", "uvit"):
         how = {"graph": True, "fsdp": True, "tracker": "tensorboard", "accumulate": 2, "clip": 3.0}
         _, plan = unskip.recipes.build_task(tiny(recipe, **how))
@@ -132,8 +138,8 @@ def test_how_a_run_is_carried_out_is_a_field_too() -> None:
 @pytest.mark.parametrize("choice", [
     {}, {"interpolant": "gvp", "times": "logit-normal"}, {"target": "noise"}, {"shortcut": "keep", "precision": "bf16"},
 ])  # fmt: skip
-def test_a_step_can_be_recorded(recipe: str, choice: dict[str, Any]) -> None:
-    """Forward and backward on a device without values: nothing is read from it, and nothing brought to it."""
+def test_a_step_runs_on_the_meta_device(recipe: str, choice: dict[str, Any]) -> None:
+    """Forward and backward on the meta device: no values are read by the host or copied from it, as in a CUDA graph."""
     task, _ = unskip.recipes.build_task(tiny(recipe, graph=True, **choice))
     batch = [each.to("meta") for each in next(task.feed.iterate(0, 1))]
     model = task.model.to("meta")

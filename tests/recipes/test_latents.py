@@ -1,4 +1,4 @@
-"""Latents of an autoencoder: encoded once, fed by step, trained on and drawn."""
+"""Latents of an autoencoder: encoded once, loaded in batches, used in training and decoded to samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unskip.errors import BadInput, LoadError
 from unskip.recipes import evaluate_run
 from unskip.recipes._flow import FlowConfig
 
-# Runs of a few steps look unhealthy, and are told so.
+# Short runs give health warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
 
 
@@ -44,7 +44,7 @@ def moments(latents: Latents) -> Any:
     return numpy.stack([latents.take(places, numpy.full_like(places, mirrored)) for mirrored in range(2)], 1)
 
 
-def test_latents_are_those_of_the_autoencoder_and_encoded_once(
+def test_latents_match_the_autoencoder_and_are_encoded_once(
     autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diffusers: Any = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -67,14 +67,14 @@ def test_latents_are_those_of_the_autoencoder_and_encoded_once(
     torch.testing.assert_close(drawn, expected)
 
 
-def test_batches_of_latents_are_a_function_of_the_step(autoencoder: Path, tmp_path: Path) -> None:
+def test_batches_of_latents_depend_only_on_seed_and_step(autoencoder: Path, tmp_path: Path) -> None:
     feed = LatentFeed(few(), Autoencoder.open(autoencoder), 16, 8, tmp_path, seed=3)
     whole = list(feed.iterate(0, 6))
     late = list(feed.iterate(4, 6))
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(whole[4:], late, strict=True))
     halves = [next(feed.iterate(2, 3, rank, 2)) for rank in range(2)]
     assert torch.equal(torch.cat([half[0] for half in halves]), whole[2][0])
-    # Every image, or its mirror image, once an epoch.
+    # Every image or its mirror image once per epoch.
     rows = torch.cat([part[0] for part in whole[:3]]).flatten(1)
     either = torch.from_numpy(moments(feed.moments).astype(numpy.float32)).flatten(2)
     apart = (rows[:, None, None] - either[None]).abs().amax(3)
@@ -86,7 +86,7 @@ def test_batches_of_latents_are_a_function_of_the_step(autoencoder: Path, tmp_pa
     assert torch.equal(torch.cat([part[0] for part in alone.evaluate()]), torch.cat([p[0] for p in feed.evaluate()]))
 
 
-def test_a_run_on_latents_learns_and_draws(
+def test_a_run_on_latents_learns_and_samples(
     autoencoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), health=False)
@@ -100,10 +100,10 @@ def test_a_run_on_latents_learns_and_draws(
         evaluate_run(tmp_path / "run", ["knn-dino-v1"], times=(1.0,))
 
 
-def test_every_process_makes_its_share_and_what_others_left(
+def test_processes_encode_their_share_and_files_left_by_others(
     autoencoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six files and two processes, of which the first is killed in its third file: the second does that, too."""
+    """Two processes encode six files. The first is killed in its third file, which the second encodes as well."""
     mine = Autoencoder.open(autoencoder)
     whole = moments(encode(few(), mine, 8, tmp_path / "whole"))
     monkeypatch.setattr(_latents, "PART", 8)
@@ -126,7 +126,7 @@ def test_every_process_makes_its_share_and_what_others_left(
     assert not [*tmp_path.rglob("*.tmp")]
 
 
-def test_latents_of_an_image_that_cannot_be_read_are_anothers(autoencoder: Path, tmp_path: Path) -> None:
+def test_latents_of_a_broken_image_are_those_of_its_replacement(autoencoder: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / "set" / name).mkdir(parents=True)
         for index in range(4):
@@ -142,7 +142,7 @@ def test_latents_of_an_image_that_cannot_be_read_are_anothers(autoencoder: Path,
     assert labels[7] == labels[other]
 
 
-def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
+def test_bad_autoencoders_and_latents_are_refused(autoencoder: Path, tmp_path: Path) -> None:
     mine = Autoencoder.open(autoencoder)
     with pytest.raises(BadInput, match="multiples of 2"):
         encode(few(), mine, 7, tmp_path)
@@ -180,7 +180,7 @@ def test_latents_that_cannot_be_had(autoencoder: Path, tmp_path: Path) -> None:
 
 
 def test_the_baseline_loss_counts_the_noise_of_latents(autoencoder: Path, tmp_path: Path) -> None:
-    """Latents are drawn anew each time, mean + standard deviation * n: SiT's first prediction, nothing, misses both."""
+    """Latents are sampled as mean + std * noise, and the baseline is the mean square of both parts."""
     config = tiny(latents=str(autoencoder), cache=str(tmp_path / "cache"), batch=1024)
     task, _ = unskip.recipes.build_task(config)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The recipe of language models: kinds train, resume, open from their folder, sample with and without a cache."""
+"""The recipe lm: all model types train, resume, open from their folder, and sample with and without a cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "".join(f"the number {i} and its square {i * i}\n" for i in range(400))
 
 
 def config(folder: Path, **fields: Any) -> Any:
-    """Of a small model on a text of 15 kB."""
+    """The config of a small model, trained on a text of 15 kB."""
     (folder / "text.txt").write_text(TEXT)
     usual = {"data": str(folder / "text.txt"), "cache": str(folder / "cache"), "model_args": SMALL, "context": 32}
     usual |= {"batch": 8, "steps": 6, "log_every": 1, "device": "cpu", "health": False, "online_sequences": 8}
@@ -50,9 +50,11 @@ MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in ("mistral", "qwen
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", *MORE])
-def test_a_kind_learns_and_opens_from_its_folder_alone(tmp_path: Path, kind: str) -> None:
+def test_every_kind_learns_and_opens_from_its_folder_alone(tmp_path: Path, kind: str) -> None:
     fields: dict[str, Any] = {"shortcut": "decay:0.6", "steps": 40, "lr": 1e-2, "ema": 0.5}
-    with warnings.catch_warnings(action="ignore", category=UnskipWarning):  # so few steps learn frequencies alone
+    with warnings.catch_warnings(
+        action="ignore", category=UnskipWarning
+    ):  # in so few steps the model learns only frequencies
         outcome = train(tmp_path, model=kind, model_args=SMALL + KINDS[kind], **fields)
     rows = RunFolder(outcome.folder).read("metrics.jsonl")
     assert rows[0]["loss"] == pytest.approx(math.log(320), rel=0.1)
@@ -98,7 +100,7 @@ def test_a_run_resumes_bit_for_bit_in_the_middle_of_an_epoch(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
-def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     one = train(tmp_path, "one", accumulate=2)
     for name, fields in (("two", {}), ("sharded", {"fsdp": True})):
         on_ranks(2, tmp_path, lambda name=name, fields=fields: train(tmp_path, name, **fields) and None)
@@ -110,10 +112,10 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_text_is_the_same_with_and_without_a_cache(tmp_path: Path, kind: str) -> None:
+def test_samples_are_the_same_with_and_without_a_cache(tmp_path: Path, kind: str) -> None:
     run = train(tmp_path, model=kind, shortcut="decay:0.5", steps=2).folder
     for options in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 40}):
-        # The context is full twice on the way.
+        # The samples are longer than two contexts.
         result = [sample_text(run, "the number", 2, length=60, cache=c, **options).texts for c in (True, False)]
         assert result[0] == result[1]
     assert sample_text(run, "the number", 1, length=60, top_k=40, temperature=1.0).texts == result[0][:1]
@@ -124,7 +126,7 @@ def test_text_is_the_same_with_and_without_a_cache(tmp_path: Path, kind: str) ->
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_compiled_bf16_on_cuda_takes_the_steps_of_float32(tmp_path: Path, kind: str) -> None:
+def test_compiled_bf16_on_cuda_matches_float32(tmp_path: Path, kind: str) -> None:
     fields = {"model": kind, "shortcut": "decay:0.6", "device": "cuda", "steps": 20}
     ways: dict[str, Any] = {"plain": {}, "fast": {"compile": True, "precision": "bf16"}}
     losses = {}
@@ -139,14 +141,19 @@ def test_compiled_bf16_on_cuda_takes_the_steps_of_float32(tmp_path: Path, kind: 
 
 
 def test_kinds_with_a_padding_token_or_without_heads_are_built(tmp_path: Path) -> None:
-    for kind in ("gemma", "opt", "phi3", "nemotron"):  # in their configs tokens 0, 1 and 32000 are padding, or no heads
+    for kind in (
+        "gemma",
+        "opt",
+        "phi3",
+        "nemotron",
+    ):  # their default padding tokens are 0, 1 and 32000, or they lack num_heads
         task, _ = build_task(config(tmp_path, model=kind))
         assert all(each.padding_idx is None for each in task.model.modules() if isinstance(each, nn.Embedding))
     task, _ = build_task(config(tmp_path, model="mamba", model_args="hidden_size=32,num_hidden_layers=1"))
     assert type(task.model).__name__ == "MambaForCausalLM"
 
 
-def test_a_preset_has_its_size_for_every_kind() -> None:
+def test_presets_have_the_same_size_for_every_kind() -> None:
     sizes = lm("stdlib-tiny").model_args
     assert sizes.startswith("hidden_size=128")
     assert lm("stdlib-tiny", model="llama").model_args == sizes
@@ -154,7 +161,7 @@ def test_a_preset_has_its_size_for_every_kind() -> None:
     assert lm("stdlib-tiny", model="hf:some/model").model_args == lm("stdlib-tiny", model="a.py:model").model_args == ""
 
 
-def test_options_of_text_that_cannot_be_are_named(tmp_path: Path) -> None:
+def test_invalid_options_of_sampling_are_named(tmp_path: Path) -> None:
     run = train(tmp_path, steps=1).folder
     for options in ({"n": 1.5}, {"length": 0}, {"top_k": 0}, {"temperature": math.inf}, {"prompt": "\udce9"}):
         with pytest.raises(BadInput, match=f"sample: (the )?{next(iter(options))} "):
@@ -190,7 +197,7 @@ def tiny(width=16):
 """
 
 
-def test_a_model_of_a_file_trains_and_samples(tmp_path: Path) -> None:
+def test_a_model_from_a_python_file_trains_and_samples(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(FILE)
     fields = {"model": f"{tmp_path / 'tiny.py'}:tiny", "model_args": "width=8", "shortcut": "cut"}
     run = train(tmp_path, **fields).folder
@@ -202,7 +209,7 @@ def test_a_model_of_a_file_trains_and_samples(tmp_path: Path) -> None:
     assert len(sample_text(trained, "the", length=5, write=False, temperature=0).texts[0]) <= 5
 
 
-def test_weights_of_another_run_are_the_start(tmp_path: Path) -> None:
+def test_training_starts_from_the_weights_of_another_run(tmp_path: Path) -> None:
     first = train(tmp_path, "first", shortcut="cut").folder
     task, _ = build_task(config(tmp_path, weights=str(first)))
     before = weights(first)
@@ -211,7 +218,7 @@ def test_weights_of_another_run_are_the_start(tmp_path: Path) -> None:
         build_task(config(tmp_path, weights=str(first), model_args=SMALL.replace("32", "64")))
 
 
-def test_a_model_of_a_folder_keeps_its_own_vocabulary(tmp_path: Path) -> None:
+def test_a_model_from_a_folder_keeps_its_vocabulary(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -244,7 +251,7 @@ def test_a_model_of_a_folder_keeps_its_own_vocabulary(tmp_path: Path) -> None:
         ({"model": "gptj"}, "gptj: its forward fails: .*; change its model_args"),
     ],
 )
-def test_what_cannot_work_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_invalid_configs_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         train(tmp_path, **fields)
     assert not (tmp_path / "run").exists()
@@ -261,7 +268,7 @@ def test_the_command_line_from_training_to_text(tmp_path: Path) -> None:
     code, out, errors = unskip_in(tmp_path, "eval", "run")
     assert code == 0, errors
     assert all(name in out for name in ("bits_per_byte", "perplexity_context_16", "next_token_accuracy"))
-    assert max(map(len, out.splitlines())) < 120  # a number a line, not a line of 30
+    assert max(map(len, out.splitlines())) < 120  # one number per line
     code, out, _ = unskip_in(tmp_path, "sample", "run", "--prompt", "the number", "--length", "5")
     assert code == 0
     assert out.startswith("the number")

@@ -1,4 +1,4 @@
-"""A trained run opens from its folder alone, and a resumed one notices data that changed."""
+"""A trained run opens from its folder without its data, and a resumed run detects changed data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unskip.recipes import evaluate_run, open_run
 from unskip.training import RunFolder
 from unskip.wiring import find_wiring
 
-pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # short runs give health warnings
 
 VIT = "depth=2,embed_dim=16,num_heads=2"
 RUNS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def folder_of_images(folder: Path, count: int) -> Path:
-    """Two classes in two splits, of noise."""
+    """Noise images in two classes and two splits."""
     generator = torch.Generator().manual_seed(0)
     for split in ("train", "val"):
         for label in ("a", "b"):
@@ -69,11 +69,11 @@ def test_a_run_opens_without_its_data(recipe: str, tmp_path: Path) -> None:
     assert wiring is not None
     assert wiring.alphas == pytest.approx(unskip.Wiring.of(run.encoder).alphas)
     assert cli.main(["audit", str(tmp_path / "run")]) == 0
-    # Size, crop, interpolation, mean and standard deviation are kept with the run, and with what it saves.
+    # Size, crop, interpolation, mean and std are recorded with the run, and with the folder that is saved from it.
     kept = Preprocess(**run.folder.preprocess or {})
     assert (kept.size, kept.crop, kept.interpolation, kept.source) == (8, 1.0, "bilinear", "the run")
     saved = [each.parent for each in (tmp_path / "run" / "checkpoints" / "step-2").rglob("unskip.json")]
-    assert len(saved) == (recipe not in ("sit", "uvit"))  # which no spec builds
+    assert len(saved) == (recipe not in ("sit", "uvit"))  # their models cannot be built by name
     alone = [unskip.load(each) for each in saved]
     for model in (loaded, encoder, run.encoder, *alone):
         assert preprocess_of(model) == kept
@@ -82,7 +82,7 @@ def test_a_run_opens_without_its_data(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RUNS)
-def test_a_run_that_was_stopped_ends_with_the_same_bits(recipe: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(recipe: str, tmp_path: Path) -> None:
     data = folder_of_images(tmp_path / "data", 150)
     for name in ("whole", "stopped"):
         trained(recipe, tmp_path / name, data, steps=3, checkpoint_every=2, ema=0.9, optimizer="soap")
@@ -94,7 +94,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(recipe: str, tmp_path: P
         assert one.read_bytes() == other.read_bytes()
 
 
-def test_a_run_is_evaluated_and_measured_as_its_folder_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_and_measure_use_the_preprocessing_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = folder_of_images(tmp_path / "data", 20)
     trained("supervised", tmp_path / "run", data)
     record = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -110,7 +110,7 @@ def test_a_run_is_evaluated_and_measured_as_its_folder_says(tmp_path: Path, caps
     assert json.loads(capsys.readouterr().out)["blocks"] == expected["blocks"]
 
 
-def test_loaded_weights_do_not_bring_their_preprocessing(tmp_path: Path) -> None:
+def test_initial_weights_do_not_change_the_preprocessing_of_the_run(tmp_path: Path) -> None:
     data = folder_of_images(tmp_path / "data", 20)
     trained("supervised", tmp_path / "first", data)
     model = unskip.load(tmp_path / "first")
@@ -154,7 +154,7 @@ def test_data_that_changed_is_refused(change: Any, named: str, tmp_path: Path) -
         unskip.resume(tmp_path / "run", quiet=True)
 
 
-def test_a_run_goes_on_with_changed_data_where_it_is_told_to(tmp_path: Path) -> None:
+def test_a_run_continues_with_changed_data_if_allowed(tmp_path: Path) -> None:
     data = folder_of_images(tmp_path / "data", 20)
     trained("supervised", tmp_path / "run", data, checkpoint_every=1)
     (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "away")
@@ -165,10 +165,10 @@ def test_a_run_goes_on_with_changed_data_where_it_is_told_to(tmp_path: Path) -> 
     assert RunFolder(tmp_path / "run").read("evals.jsonl")[-1]["data"].startswith("changed")
     assert cli.main(["resume", str(tmp_path / "run"), "--quiet", "--changed-data"]) == 0
     assert any(row["warning"] == "changed-data" for row in RunFolder(tmp_path / "run").read("warnings.jsonl"))
-    assert cli.main(["resume", str(tmp_path / "run"), "--quiet"]) == 0  # what it continued on is on record
+    assert cli.main(["resume", str(tmp_path / "run"), "--quiet"]) == 0  # the new fingerprint is recorded
 
 
-def test_a_model_that_is_a_file_is_not_run_unasked(tmp_path: Path) -> None:
+def test_a_model_from_a_python_file_is_imported_only_with_trust(tmp_path: Path) -> None:
     source = "import timm\n\ndef model():\n    return timm.create_model('vit_tiny_patch16_224', img_size=8, "
     source += "patch_size=4, in_chans=3, num_classes=2, depth=1, embed_dim=16, num_heads=2)\n"
     (tmp_path / "mine.py").write_text(source)
@@ -202,17 +202,17 @@ def test_a_run_of_relative_paths_resumes_from_another_folder(tmp_path: Path, mon
     (tmp_path / "data").rename(tmp_path / "moved")
     (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "away again")
     assert cli.main(["resume", "../run", "--quiet", "--data", "../moved"]) == 0
-    evaluate_run("../run", ["accuracy-v1"])  # where it lies now is on record
+    evaluate_run("../run", ["accuracy-v1"])  # the path is recorded as an absolute one
 
 
-def test_a_folder_of_several_runs_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_several_runs_is_not_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = folder_of_images(tmp_path / "data", 20)
     trained("supervised", tmp_path / "runs" / "seed-0", data)
     assert cli.main(["audit", str(tmp_path / "runs")]) == 2
     assert "seed-0" in capsys.readouterr().err
 
 
-def test_the_sites_of_a_run_are_described_with_its_trained_weights(tmp_path: Path) -> None:
+def test_audit_of_a_run_uses_its_trained_weights(tmp_path: Path) -> None:
     trained("supervised", tmp_path / "run", folder_of_images(tmp_path / "data", 20))
     model = unskip.load(tmp_path / "run")
     wiring = unskip.Wiring.of(model)

@@ -1,4 +1,4 @@
-"""The MAE recipe: every ablation a flag, runs on digits, resume, the encoder on its own, and evaluation."""
+"""The recipe mae: options for all ablations, runs on digits, resume, the encoder, and evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unskip.models import MAE
 from unskip.recipes import build_task, open_run
 from unskip.training import RunFolder
 
-# Runs of a few steps look unhealthy, and are told so.
+# Short runs give health warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
 
 TINY: dict[str, Any] = {
@@ -33,7 +33,7 @@ TINY: dict[str, Any] = {
     "online_images": 300,
     "device": "cpu",
 }
-DECAY = 1 * (13 / 15) * (11 / 15) * 0.6  # of decay:0.6 over four sites
+DECAY = 1 * (13 / 15) * (11 / 15) * 0.6  # the effective decay of decay:0.6 over four sites
 ABLATIONS: dict[str, dict[str, Any]] = {
     "paper": {},
     "standard": {"shortcut": "keep"},
@@ -55,14 +55,14 @@ def tiny(**changes: Any) -> recipes.Mae:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run that tests only read, or add results to."""
+    """A finished run. Tests only read it or add results."""
     out = tmp_path_factory.mktemp("mae") / "run"
     assert unskip.train(tiny(), out, quiet=True).finished
     return out
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_every_ablation_is_a_flag_away(name: str) -> None:
+def test_every_ablation_is_an_option(name: str) -> None:
     config = tiny(**ABLATIONS[name])
     task, _ = build_task(config)
     assert isinstance(task.model, MAE)
@@ -90,14 +90,14 @@ def test_every_ablation_is_a_flag_away(name: str) -> None:
     starts = [block.attn.proj.weight for block in (*task.model.encoder.blocks, *task.model.decoder.blocks)]  # type: ignore[misc,union-attr]
     assert all(bool((weight == 0).all()) == (config.init == "zero") for weight in starts)
     assert bool((task.model.decoder.head.weight == 0).all()) == (config.init == "zero")
-    # One step, which every parameter takes part in: what DistributedDataParallel asks for.
+    # In one step all parameters get a gradient, as DistributedDataParallel requires.
     loss, numbers = task.loss(task.model, next(task.feed.iterate(0, 1)))
     loss.backward()
     assert all(p.grad is not None for p in task.model.parameters() if p.requires_grad)
     assert float(numbers["feature_norm"]) > 0
 
 
-def test_a_run_says_what_it_saw(run: Path) -> None:
+def test_a_run_records_its_results(run: Path) -> None:
     folder = RunFolder(run)
     rows = folder.read("evals.jsonl")
     names = [row["evaluation"] for row in rows[:2]]
@@ -113,12 +113,12 @@ def test_training_learns_to_reconstruct(tmp_path: Path) -> None:
     rows = RunFolder(tmp_path / "x").read("metrics.jsonl")
     baseline = build_task(tiny())[0].baseline_loss
     assert baseline is not None
-    assert rows[0]["loss"] == pytest.approx(baseline, rel=0.1)  # from the zero start it predicts zero
+    assert rows[0]["loss"] == pytest.approx(baseline, rel=0.1)  # with the zero start it predicts zero
     assert rows[-1]["loss"] < 0.85 * baseline
     assert outcome.evaluations["test_loss"] < 0.85 * baseline
 
 
-def test_a_published_checkpoint_starts_a_plain_run(tmp_path: Path) -> None:
+def test_training_from_a_published_checkpoint(tmp_path: Path) -> None:
     from tests.models.small_mae import made_up
 
     changes = {"weights": str(tmp_path / "mae.pth"), "shortcut": "keep", "long_skips": False, "init": "default"}
@@ -137,8 +137,8 @@ def test_a_published_checkpoint_starts_a_plain_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["paper", "plain", "learnable", "both branches"])
-def test_a_step_asks_nothing_of_the_host(name: str) -> None:
-    """So that it can be recorded as a CUDA graph: masks are drawn and sorted where the images lie."""
+def test_a_step_does_not_synchronise_with_the_host(name: str) -> None:
+    """So it can be captured as a CUDA graph: masks are drawn and sorted on the device."""
     task, schedule = build_task(tiny(graph=True, precision="bf16", **ABLATIONS[name]))
     assert schedule.graph
     batch = next(task.feed.iterate(0, 1))
@@ -149,18 +149,18 @@ def test_a_step_asks_nothing_of_the_host(name: str) -> None:
     assert torch.isfinite(loss)
     assert torch.isfinite(numbers["feature_norm"])
     model, elsewhere = task.model.to("meta"), tuple(each.to("meta") for each in batch)
-    with NoHost():  # and nothing is made on the host and carried over
+    with NoHost():  # also no copies from the host
         loss, _ = task.loss(model, elsewhere)
         loss.backward()
     assert loss.device.type == "meta"
 
 
-def test_images_evaluated_in_training_are_of_every_class_alike() -> None:
+def test_online_evaluation_uses_equally_many_images_of_each_class() -> None:
     labels = torch.tensor([0] * 500 + [1] * 30 + [2] * 5 + [3] * 400)
     images = ImageSet("made", "train", tuple("abcd"), labels, torch.zeros(935, 1, 2, 2, dtype=torch.uint8))
     assert subset(images, 935) is images
     assert subset(images, 100).labels.bincount().tolist() == [33, 30, 5, 32]
-    assert subset(images, 2).labels.tolist() == [0, 1]  # of another set, too: training has every class that is tested
+    assert subset(images, 2).labels.tolist() == [0, 1]  # both classes are in both splits
     assert torch.equal(subset(images, 100).labels, subset(images, 100).labels)
 
 
@@ -184,7 +184,7 @@ def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None
         build_task(tiny(**changes))
 
 
-def test_a_device_that_is_not_there_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BadInput, match="no GPU; use auto"):
         build_task(tiny(device="cuda"))
@@ -195,7 +195,7 @@ def test_a_device_that_is_not_there_is_refused(run: Path, monkeypatch: pytest.Mo
 # --- unskip eval ------------------------------------------------------------------------------------------------------
 
 
-def test_eval_prints_a_table_over_depth_and_keeps_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_prints_and_records_results_by_block(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["eval", str(run), "--protocol", "knn-dino-v1,probe-lbfgs-v1,rank-v1"]) == 0
     out = capsys.readouterr().out
     assert "step 6: knn-dino-v1, probe-lbfgs-v1, rank-v1" in out
@@ -212,11 +212,11 @@ def test_eval_prints_a_table_over_depth_and_keeps_it(run: Path, capsys: pytest.C
     (online,) = (row for row in RunFolder(run).read("evals.jsonl") if row["evaluation"] == "features")
     assert (online["n"], online["split"]) == (300, "test")  # online_images
     assert online["intervals"]["knn20"] == [*unskip.evals.wilson(online["knn20"], 300)]
-    # What was added does not stand in the way of the run itself.
+    # A run with added results can be resumed.
     assert unskip.resume(run, quiet=True).finished
 
 
-def test_eval_as_json_with_the_protocol(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_prints_json_with_the_protocol(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--protocol", "probe-decayed-v1", "--blocks", "last", "--pool", "cls", "--split", "val", "--json"]
     change = ["--change", "probe-decayed-v1.epochs=3"]
     assert cli.main(["eval", str(run), *arguments, *change]) == 0
@@ -243,7 +243,9 @@ def test_eval_as_json_with_the_protocol(run: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("word", [["--change"], []], ids=["said twice", "said once"])
-def test_several_settings_are_changed_at_once(word: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_settings_can_be_changed_at_once(
+    word: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     changes = ["--change", "knn-dino-v1.k=3", *word, "knn-dino-v1.temperature=0.1"]
     assert cli.main(["eval", str(run), "--protocol", "knn-dino-v1", "--blocks", "last", *changes, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["results"][0]
@@ -254,7 +256,7 @@ def test_several_settings_are_changed_at_once(word: list[str], run: Path, capsys
     ("arguments", "message"),
     [
         (["--protocol", "knn-dino"], "nearest: knn-dino-v1"),
-        (["--protocol", ","], "names none"),
+        (["--protocol", ","], "protocol is empty"),
         (["--blocks", "first"], "first"),
         (["--blocks", "7"], "not among the model's 2 blocks"),
         (["--pool", "max"], "'mean'"),
@@ -262,10 +264,10 @@ def test_several_settings_are_changed_at_once(word: list[str], run: Path, capsys
         (["--precision", "int8"], "bf16"),
         (["--change", "knn-dino-v1.neighbours=3"], "k, temperature"),
         (["--change", "knn-dino-v1.k=few"], "whole numbers above 0"),
-        (["--change", "probe-lbfgs-v1.c=3"], "with a protocol that is asked for"),
+        (["--change", "probe-lbfgs-v1.c=3"], "with a protocol of --protocol"),
     ],
 )
-def test_eval_refuses_what_it_cannot_do(
+def test_eval_refuses_bad_input(
     run: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["eval", str(run), *arguments]) == 2

@@ -1,4 +1,4 @@
-"""Every recipe on two processes: with each optimizer the weights of one process, and sharded weights as whole ones."""
+"""All recipes on two processes match one process with every optimizer; sharded weights match replicated ones."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lm": {"preset": "stdlib-tiny", "model": "gpt2", "model_args": "n_embd=16,n_layer=2,n_head=2", "context": 32},
 }
 STEPS = 4
-# Before a batch norm a bias has no gradient but rounding, which Adam scales up to a whole step.
+# The gradient of a bias before a batch norm is only rounding noise, which Adam scales to a full step.
 SHIFTS = ("backbone.norm.bias", "head.mlp.0.bias", "head.mlp.3.bias", "head.mlp.6.bias", "running_mean")
 
 
 def train(recipe: str, folder: Path, **changes: Any) -> None:
-    warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # a few steps look unhealthy
+    warnings.simplefilter("ignore", unskip.errors.UnskipWarning)  # short runs give health warnings
     common = {"steps": STEPS, "batch": 16, "log_every": 1, "device": "cpu", "health": False, "ema": 0.9}
     config = getattr(recipes, recipe)(**{"preset": "digits", **common, **RECIPES[recipe], **changes})
     unskip.train(config, folder, quiet=True)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_sharded_weights_train_as_whole_ones(name: str, tmp_path: Path) -> None:
-    """What is random depends on the process, so two processes are compared with two; gradients are checkpointed."""
+def test_sharded_training_matches_replicated_training(name: str, tmp_path: Path) -> None:
+    """Random draws depend on the process, so both runs have two processes. Gradient checkpointing is on."""
 
     def both() -> None:
         train(name, tmp_path / "whole")
@@ -57,7 +57,7 @@ def test_sharded_weights_train_as_whole_ones(name: str, tmp_path: Path) -> None:
         whole, sharded = (load_file(end / file) for end in ends)
         assert whole.keys() == sharded.keys()
         apart = {key: float((sharded[key].float() - value.float()).abs().max()) for key, value in whole.items()}
-        if name == "dino":  # whose EMA names no parameters
+        if name == "dino":  # its EMA is a separate model
             apart = {key: each for key, each in apart.items() if "." in key and not key.endswith(SHIFTS)}
         assert max(apart.values(), default=0.0) < 1e-5
     first, second = (RunFolder(tmp_path / run).read("evals.jsonl") for run in ("whole", "sharded"))
@@ -66,14 +66,15 @@ def test_sharded_weights_train_as_whole_ones(name: str, tmp_path: Path) -> None:
         assert {key: other[key] for key in numbers} == pytest.approx(numbers, rel=1e-2)
 
 
-COUPLED = ("dino", "simclr")  # the loss is one of the whole batch, and nothing is drawn in the forward pass
+COUPLED = ("dino", "simclr")  # the loss couples the whole batch, and the forward pass has no randomness
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_two_processes_are_one(name: str, tmp_path: Path) -> None:
-    """One process that accumulates over two parts draws what two processes draw (masks, noise, drop path), and adds
-    gradients in the same order: bit for bit. A loss of the whole batch cannot be accumulated, so the order of sums
-    differs."""
+def test_two_processes_match_one(name: str, tmp_path: Path) -> None:
+    """One process that accumulates two parts has the masks, noise and drop path of two processes and adds gradients in
+    the same order, so weights are equal bit for bit. A loss over the whole batch cannot be accumulated; there the order
+    of sums differs.
+    """
 
     def both(**changes: Any) -> None:
         for optimizer in ("adamw", "soap", "muon"):

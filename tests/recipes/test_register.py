@@ -1,4 +1,4 @@
-"""What a recipe of one's own is refused for; tests/test_plugins.py trains one from a file out of the tree."""
+"""Invalid custom recipes are refused; tests/test_plugins.py trains a valid one from a plugin file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_names_and_presets_are_checked() -> None:
         register(Recipe("mae", Mine, made, mae.build_model, Nothing))
     with pytest.raises(BadInput, match="mae"):
         register(Recipe("mae", mae.config, made, mae.build_model, Nothing))
-    for config in (mae.config, Config):  # a run is found by the class of its config
+    for config in (mae.config, Config):  # a config class belongs to one recipe
         with pytest.raises(BadInput, match=config.__name__):
             register(Recipe("mine", config, made, mae.build_model, Nothing))
     with pytest.raises(BadInput, match="preset"):
@@ -55,7 +55,7 @@ class Nothing(Objective):
         ({"build_model": lambda config: None}, r"build_model\(config, facts\)"),
     ],
 )
-def test_parts_that_cannot_work_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_invalid_parts_of_a_recipe_are_named(changes: dict[str, Any], message: str) -> None:
     @dataclass(frozen=True)
     class Mine(Config):
         pass

@@ -1,4 +1,4 @@
-"""What a generative run has learned and draws: samples, metrics, noise levels, and the command line."""
+"""Evaluation of generative runs: samples, metrics, features by noise level, and the command line."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from unskip.recipes import evaluate_run, evaluate_samples, open_run
 from unskip.recipes._sample import grid_of
 from unskip.training import RunFolder
 
-# Runs of a few steps look unhealthy, and are told so.
+# Short runs give health warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
 
 
 @pytest.fixture(scope="module", params=["sit", pytest.param("uvit", marks=pytest.mark.full)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run that tests only read, or add results to."""
+    """A finished run. Tests only read it or add results."""
     return trained(request.param, tmp_path_factory.mktemp(request.param) / "run")
 
 
-def test_a_run_says_what_it_learned(run: Path) -> None:
+def test_a_run_records_its_results(run: Path) -> None:
     rows = RunFolder.open(run).read("evals.jsonl")
     last = [row for row in rows if row["step"] == 6]
     assert {"flow-loss-v1", "features"} <= {row["evaluation"] for row in last}
@@ -43,7 +43,7 @@ def test_a_run_says_what_it_learned(run: Path) -> None:
     assert 0.2 < metrics[-1]["effective_decay"] < 0.5
 
 
-def test_the_averaged_weights_are_sampled_and_sampling_does_not_depend_on_the_batch(run: Path) -> None:
+def test_samples_use_ema_weights_and_do_not_depend_on_the_batch_size(run: Path) -> None:
     trained = open_run(run)
     state = RunFolder.open(run).last_checkpoint()
     assert state is not None
@@ -59,14 +59,16 @@ def test_the_averaged_weights_are_sampled_and_sampling_does_not_depend_on_the_ba
     assert whole.images.shape == (11, 1, 8, 8)
     assert whole.images.dtype == torch.uint8
     assert whole.labels.tolist() == [*range(10), 0]
-    assert (whole.images.int() - parts.images.int()).abs().max() <= 1  # products of other sizes round otherwise
+    assert (
+        whole.images.int() - parts.images.int()
+    ).abs().max() <= 1  # matrix products of other sizes round differently
     assert (whole.images[:4].int() - few.images.int()).abs().max() <= 1
     assert whole.evaluations == 4 * 2 * 2
     assert not (run / "samples").exists()
 
 
 @pytest.mark.full
-def test_a_compiled_network_draws_the_same(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_network_gives_the_same_samples(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, graphs = partial(torch.compile, backend="aot_eager", fullgraph=True), list[Any]()  # no toolchain
 
     def compiled(model: Any) -> Any:
@@ -83,7 +85,7 @@ def test_a_compiled_network_draws_the_same(run: Path, monkeypatch: pytest.Monkey
     assert (plain.images.int() - again.images.int()).abs().max() <= 1
 
 
-def test_samples_are_written_as_pictures_and_a_grid(run: Path) -> None:
+def test_samples_are_written_as_images_and_a_grid(run: Path) -> None:
     result = unskip.sample(run, n=5, steps=2, sampler="euler", labels=[3, 3, 10, 0, 1])
     assert result.labels.tolist() == [3, 3, 10, 0, 1]
     assert result.grid is not None
@@ -100,29 +102,29 @@ def test_samples_are_written_as_pictures_and_a_grid(run: Path) -> None:
     shutil.rmtree(run / "samples")
 
 
-def test_a_grid_is_rows_of_images() -> None:
+def test_a_grid_has_rows_of_images() -> None:
     images = torch.arange(3, dtype=torch.uint8)[:, None, None, None].expand(3, 1, 40, 40) * 10
     grid = grid_of(images, gap=1)
     assert grid.shape == (1, 83, 83)
     assert [int(grid[0, y, x]) for y, x in ((1, 1), (1, 42), (42, 1), (42, 42), (0, 0))] == [0, 10, 20, 255, 255]
-    assert grid_of(images[:1, :, :8, :8], gap=0).shape == (1, 32, 32)  # small ones are enlarged
+    assert grid_of(images[:1, :, :8, :8], gap=0).shape == (1, 32, 32)  # small images are enlarged
 
 
 @pytest.mark.full
-def test_blocks_and_noise_levels_in_one_sweep(run: Path) -> None:
+def test_evaluation_by_block_and_noise_level(run: Path) -> None:
     _, result = evaluate_run(run, ["knn-dino-v1", "rank-v1"], times=(0.0, 0.9), blocks=[0, 4])
     by = {(each.time, each.block): each.values for each in result if "knn20" in each.values}
     assert set(by) == {(0.0, 0), (0.0, 4), (0.9, 0), (0.9, 4)}
     noise, image = ([by[time, block]["knn20"] for block in (0, 4)] for time in (0.0, 0.9))
-    assert max(noise) < 0.17 < max(image)  # of noise alone nothing can be known: 0.1, and 0.016 is a standard error
+    assert max(noise) < 0.17 < max(image)  # pure noise gives chance, 0.1, with a standard error of 0.016
     rows = [row for row in RunFolder.open(run).read("evals.jsonl") if "time" in row]
     assert {(row["time"], row["block"]) for row in rows} == set(by)
     evaluate_run(run, ["rank-v1"], times=(0.9,), blocks=[0], precision="bf16")
-    assert RunFolder.open(run).read("evals.jsonl")[-1]["precision"] == "bf16"  # a report tells them apart
+    assert RunFolder.open(run).read("evals.jsonl")[-1]["precision"] == "bf16"  # reports separate results by precision
 
 
-def test_noise_alone_and_data_alone(run: Path) -> None:
-    """At time 1 features are those of the images themselves; at 0 images do not count."""
+def test_features_at_the_ends_of_the_noise_schedule(run: Path) -> None:
+    """At time 1 the input is the image, and at time 0 it does not depend on the image."""
     trained = open_run(run)
     images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(6, dtype=torch.int64)
@@ -158,7 +160,7 @@ def test_samples_are_compared_with_data_over_an_extractor(
     assert cli.main(command) == 0
     assert "FD-classifier" in capsys.readouterr().out
     assert len(list((tmp_path / ".cache" / "unskip" / "statistics").iterdir())) == 1  # reference statistics are cached
-    # An extractor that is not there is refused before anything is drawn.
+    # A missing extractor is refused before sampling.
     monkeypatch.setattr(unskip.recipes, "sample", lambda *args, **kwargs: pytest.fail("drawn in vain"))
     assert cli.main(["sample", str(run), "--evaluate", "nowhere"]) == 2
     shutil.rmtree(run / "samples")
@@ -188,7 +190,7 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     shutil.rmtree(run / "samples")
 
 
-def test_what_cannot_be_drawn(run: Path, tmp_path: Path) -> None:
+def test_invalid_sampling_options_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="0 samples"):
         unskip.sample(run, n=0)
     with pytest.raises(BadInput, match="2 labels for 3 samples"):
@@ -212,8 +214,8 @@ def test_what_cannot_be_drawn(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_model_that_knows_more_classes_draws_those_of_its_data(tmp_path: Path) -> None:
-    """As a run from published weights does: its other classes are in no image that samples are compared with."""
+def test_a_model_with_more_classes_than_its_data_samples_only_classes_of_the_data(tmp_path: Path) -> None:
+    """As in a run from published weights. The reference images have no other classes."""
     unskip.train(tiny(model_args=f"{SIT},classes=25"), tmp_path / "run", quiet=True)
     drawn = unskip.sample(tmp_path / "run", n=12, steps=1, write=False)
     assert drawn.labels.tolist() == [*range(10), 0, 1]
@@ -221,7 +223,7 @@ def test_a_model_that_knows_more_classes_draws_those_of_its_data(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_what_no_label_is_has_to_be_learned(tmp_path: Path) -> None:
+def test_guidance_needs_label_dropout_in_training(tmp_path: Path) -> None:
     unskip.train(tiny(label_dropout=0.0), tmp_path / "run", quiet=True)
     trained = open_run(tmp_path / "run")
     options: dict[str, Any] = {"n": 2, "steps": 1, "write": False}

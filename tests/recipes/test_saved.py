@@ -1,4 +1,4 @@
-"""Folders of unskip.save as other libraries and a hub read them: config.json, model card, preprocessing, results."""
+"""Folders of unskip.save are readable by timm, transformers and the hub: config, model card, preprocessing, results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unskip.data import Preprocess, preprocess_of, set_preprocess
 from unskip.errors import BadInput, LoadError
 from unskip.recipes import evaluate_run, supervised
 
-# Before 1.0.26 timm reads no safetensors file of a local folder.
+# timm before 1.0.26 does not read safetensors files from local folders.
 local = pytest.mark.skipif(Version(timm.__version__) < Version("1.0.26"), reason="needs timm 1.0.26")
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "num_heads": 2, "depth": 2}
 
@@ -59,7 +59,7 @@ def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     model = vit()
     unskip.rewire(model, unskip.Cut(), where="attention")
     folder = unskip.save(model, tmp_path / "saved")
-    # The cache of huggingface_hub as a download leaves it.
+    # The layout of huggingface_hub's cache after a download.
     cached = tmp_path / "cache" / "models--someone--small"
     shutil.copytree(folder, cached / "snapshots" / ("0" * 40))
     (cached / "refs").mkdir()
@@ -101,7 +101,7 @@ def test_a_folder_of_the_earlier_layout_loads(tmp_path: Path) -> None:
     assert same(unskip.load(tmp_path / "old"), model)
 
 
-@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # a run of two steps looks unhealthy
+@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # short runs give health warnings
 def test_the_card_of_a_run(tmp_path: Path) -> None:
     small = {"model_args": "depth=2,embed_dim=16,num_heads=2", "health": False, "device": "cpu"}
     unskip.train(supervised("digits", steps=2, batch=16, shortcut="decay:0.6", **small), tmp_path / "run", quiet=True)
@@ -121,7 +121,7 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     assert card.data.license is None
     recorded = {(each.task_name, each.metric_type): each.metric_value for each in card.data.eval_results or []}
     assert recorded["accuracy-v1", "test_accuracy"] == rows[0]["test_accuracy"]
-    assert recorded["knn-dino-v1", "knn20"] == rows[-2]["knn20"]  # of the last block
+    assert recorded["knn-dino-v1", "knn20"] == rows[-2]["knn20"]  # the last block
     assert [name for evaluation, name in recorded if evaluation == "features"] == ["rank"]
     low, high = rows[0]["intervals"]["test_accuracy"]
     assert f"{low:.4g} to {high:.4g} | 359 | test" in card.text
@@ -131,7 +131,7 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
         unskip.save(run, tmp_path / "run")
 
 
-def test_a_card_of_ones_own_is_kept(tmp_path: Path) -> None:
+def test_an_existing_model_card_is_kept(tmp_path: Path) -> None:
     unskip.save(vit(), tmp_path)
     first = (tmp_path / "README.md").read_text()
     model = vit()

@@ -1,4 +1,4 @@
-"""What recipes share: devices, arguments of models, graphs that cannot be, and what it is to have learned nothing."""
+"""Common code of recipes: devices, model arguments, config fields, CUDA graphs and baseline losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unskip.models import DINO, contrast
 from unskip.recipes import _run
 from unskip.training import RunFolder, device_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # runs of a few steps look unhealthy
+pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # short runs give health warnings
 
 VIT = "depth=1,embed_dim=16,num_heads=2"
 
@@ -56,7 +56,7 @@ def test_a_gpu_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
         ("supervised", "nm_heads=3", "'nm_heads'; it has num_heads,"),
     ],
 )
-def test_a_wrong_argument_is_told_with_the_right_ones(recipe: str, arguments: str, message: str) -> None:
+def test_an_unknown_model_argument_is_reported_with_the_valid_ones(recipe: str, arguments: str, message: str) -> None:
     config = getattr(recipes, recipe)("digits", model_args=arguments, device="cpu")
     with pytest.raises(BadInput, match=message):
         unskip.recipes.build_task(config)
@@ -65,7 +65,7 @@ def test_a_wrong_argument_is_told_with_the_right_ones(recipe: str, arguments: st
 # --- Fields of a config in Python -------------------------------------------------------------------------------------
 
 
-def test_rules_paths_and_numbers_of_numpy_are_held_as_a_run_keeps_them(tmp_path: Path) -> None:
+def test_rules_paths_and_numpy_numbers_are_converted_to_plain_values(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "shortcut": unskip.Anneal(unskip.Keep(), unskip.Cut(), steps=2),
         "data": Path("digits"),
@@ -90,7 +90,7 @@ def test_rules_paths_and_numbers_of_numpy_are_held_as_a_run_keeps_them(tmp_path:
         ("shortcut", {"mlp": "cut"}, "single rule; select its sites with where="),
     ],
 )
-def test_a_field_of_another_kind(field: str, value: object, message: str) -> None:
+def test_a_field_of_the_wrong_type_is_refused(field: str, value: object, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         recipes.mae("digits", **{field: value})
 
@@ -112,14 +112,14 @@ def test_a_field_without_effect_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_number_that_json_has_no_word_for_is_refused(tmp_path: Path) -> None:
+def test_a_non_finite_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"clip is inf; .* finite"):
         unskip.train(recipes.supervised("digits", clip=math.inf), tmp_path / "run")
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
-def test_a_preset_may_set_what_another_field_makes_unused(recipe: str) -> None:
-    """Steps in place of a preset's epochs are refused nowhere."""
+def test_a_preset_field_that_becomes_unused_is_allowed(recipe: str) -> None:
+    """For example `steps` may replace the epochs of a preset."""
     for preset in recipes.RECIPES[recipe].presets:
         _run._refuse_unused(getattr(recipes, recipe)(preset, steps=3), recipes.RECIPES[recipe])
 
@@ -127,7 +127,7 @@ def test_a_preset_may_set_what_another_field_makes_unused(recipe: str) -> None:
 # --- Graphs -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_graph_that_was_asked_for_and_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_cuda_graph_that_is_impossible_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipes.supervised("digits", graph=True, device="cpu", steps=2, model_args=VIT)
     with pytest.raises(BadInput, match=r"on cpu\. Leave graph out"):
         unskip.train(config, tmp_path / "run", quiet=True)
@@ -137,7 +137,7 @@ def test_a_graph_that_was_asked_for_and_cannot_be_is_refused(tmp_path: Path, mon
         unskip.train(recipes.mae("digits", graph=True, accumulate=4, device="cuda"), tmp_path / "run", quiet=True)
 
 
-def test_a_graph_of_a_preset_is_left_out_where_it_cannot_be(tmp_path: Path) -> None:
+def test_a_cuda_graph_of_a_preset_is_dropped_if_impossible(tmp_path: Path) -> None:
     small: dict[str, Any] = {"data": "digits", "size": 8, "patch": 4, "batch": 32, "steps": 1, "compile": False}
     config = recipes.supervised("cifar", **small, device="cpu", model_args=VIT)
     assert config.graph
@@ -146,7 +146,7 @@ def test_a_graph_of_a_preset_is_left_out_where_it_cannot_be(tmp_path: Path) -> N
     assert any(note.startswith("graph is off: ") for note in notes)
 
 
-# --- The loss of a model that has learned nothing ---------------------------------------------------------------------
+# --- Baseline losses --------------------------------------------------------------------------------------------------
 
 
 def objective(recipe: str, **fields: Any) -> Any:
@@ -162,7 +162,7 @@ def baseline(labels: Tensor, classes: int, smoothing: float) -> float:
 @given(st.lists(st.integers(0, 3), min_size=4, max_size=40), st.sampled_from([0.0, 0.1, 0.5]))
 @settings(deadline=None, max_examples=40)
 def test_no_constant_prediction_is_better_than_the_baseline(labels: list[int], smoothing: float) -> None:
-    """The best constant logits, found by their closed form: the log of what the loss tells of each class."""
+    """The best constant logits in closed form: the log of the mean smoothed label."""
     targets = torch.tensor(labels)
     frequent = (1 - smoothing) * F.one_hot(targets, 4).double().mean(0) + smoothing / 4
     logits = frequent.clamp_min(1e-300).log().expand(len(labels), 4)
@@ -170,7 +170,7 @@ def test_no_constant_prediction_is_better_than_the_baseline(labels: list[int], s
     assert baseline(targets, 4, smoothing) == pytest.approx(float(best), abs=1e-9)
 
 
-def test_a_masked_autoencoder_that_predicts_zero() -> None:
+def test_baseline_of_a_masked_autoencoder() -> None:
     for norm_pix in (True, False):
         task, _ = recipes.build_task(recipes.mae("digits", norm_pix=norm_pix, device="cpu", model_args=VIT, batch=512))
         losses = []
@@ -178,7 +178,7 @@ def test_a_masked_autoencoder_that_predicts_zero() -> None:
             torch.manual_seed(step)
             losses.append(float(task.loss(task.model, batch)[0].detach()))  # the zero start predicts zero
         assert sum(losses) / 4 == pytest.approx(task.baseline_loss, rel=0.02)
-        model: Any = task.model  # by all test images: a few say little of their mean square
+        model: Any = task.model  # over all test images, because the mean square of a few is noisy
         wanted = [
             model.target(model.patches(images)) for images, _ in Feed(open_images("digits", "test"), 7, 8).evaluate()
         ]
@@ -186,8 +186,10 @@ def test_a_masked_autoencoder_that_predicts_zero() -> None:
 
 
 @pytest.mark.parametrize(("out", "bottleneck", "temperature"), [(256, 64, 0.1), (1024, 128, 0.1), (512, 32, 0.2)])
-def test_a_student_that_knows_nothing_of_the_teacher(out: int, bottleneck: int, temperature: float) -> None:
-    """Its rows stand still, spread evenly; bottlenecks point anywhere, and answers have nothing to do with them."""
+def test_baseline_of_a_student_that_is_independent_of_the_teacher(
+    out: int, bottleneck: int, temperature: float
+) -> None:
+    """Prototypes are fixed and spread evenly, bottleneck directions are random, and targets are independent of them."""
     torch.manual_seed(0)
     backbone: Any = torch.nn.Linear(4, 8)
     backbone.num_features = 8
@@ -200,21 +202,21 @@ def test_a_student_that_knows_nothing_of_the_teacher(out: int, bottleneck: int, 
     distillation = objective("dino", projection=out, bottleneck=bottleneck, student_temperature=temperature)
     assert distillation.config.freeze_last is None
     assert distillation.baseline_loss(None, None, None) == pytest.approx(loss, rel=0.01)
-    assert loss > 1.02 * math.log(out)  # a healthy run begins above log(out), and passes it
+    assert loss > 1.02 * math.log(out)  # a healthy run starts above log(out) and falls below it
 
 
-def test_a_last_layer_that_is_free_makes_a_uniform_answer() -> None:
+def test_baseline_of_a_trainable_last_layer_is_uniform() -> None:
     distillation = objective("dino", freeze_last=1.0)
     assert distillation.baseline_loss(None, None, None) == pytest.approx(math.log(distillation.config.projection))
 
 
 def views(count: int, spread: float, near: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Two views of each image: a common direction, the image's own, and the view's."""
+    """Features of two views of each image: the sum of a common, an image-specific and a view-specific direction."""
     common, own, one, two = (torch.randn(size, 16, generator=generator) for size in (1, count, count, count))
     return tuple(F.normalize(common + spread * (near * own + (1 - near) * each), dim=1) for each in (one, two))  # type: ignore[return-value]
 
 
-def test_views_that_are_all_the_same_are_told_and_no_value_of_the_loss_is() -> None:
+def test_equal_views_give_a_warning_for_any_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     one, two = views(64, 0.01, 0.5, generator)
     flat = contrast(one, two, 0.2)
@@ -223,7 +225,7 @@ def test_views_that_are_all_the_same_are_told_and_no_value_of_the_loss_is() -> N
     warnings = objective("simclr").warnings
     assert [name for name, _ in warnings(row, 0.5)] == ["flat-loss"]
     assert [*warnings(row, 0.1)] == []
-    learning = {"aligned": 0.2, "apart": 0.0, "loss": math.log(127)}  # spread in 32 dimensions, on its way down
+    learning = {"aligned": 0.2, "apart": 0.0, "loss": math.log(127)}  # spread over 32 dimensions, with a falling loss
     assert [*warnings(learning, 0.5)] == []
     assert [name for name, _ in warnings({"rank_block_0": 1.5}, 0.5)] == ["collapsed-blocks"]
     task, _ = recipes.build_task(recipes.simclr("digits", device="cpu", model_args=VIT))
@@ -231,6 +233,6 @@ def test_views_that_are_all_the_same_are_told_and_no_value_of_the_loss_is() -> N
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
-def test_no_field_hides_behind_an_option_of_the_command(name: str) -> None:
+def test_no_field_has_the_name_of_a_command_option(name: str) -> None:
     """`unskip train` takes --out, --seeds and --quiet for itself: a field of that name could not be set there."""
     assert not {"out", "seeds", "quiet"} & {field.name for field in fields(recipes.RECIPES[name].config)}

@@ -1,4 +1,4 @@
-"""The supervised recipe: configs, runs on digits with every position of the knob, resume, seeds, two processes."""
+"""The supervised recipe: configs, runs on digits with all shortcuts, resume, seeds, two processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unskip.errors import BadInput, TrainingError, UnskipWarning
 from unskip.training import RunFolder
 from unskip.wiring import find_wiring
 
-# Runs of a few steps look unhealthy, and are told so.
+# Short runs give health warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")
 
 TINY: dict[str, Any] = {
@@ -38,7 +38,7 @@ def tiny(**changes: Any) -> recipes.Supervised:
     return recipes.supervised("digits", **{**TINY, **changes})
 
 
-def test_an_unknown_field_or_preset_is_an_error_with_the_nearest_names() -> None:
+def test_an_unknown_field_or_preset_is_refused_with_similar_names() -> None:
     with pytest.raises(BadInput, match="nearest: optimizer"):
         recipes.supervised("digits", optimiser="soap")
     with pytest.raises(BadInput, match=r"nearest: cifar; .* digits"):
@@ -62,7 +62,9 @@ def test_an_unknown_field_or_preset_is_an_error_with_the_nearest_names() -> None
         ({"model": "timm:swin_tiny_patch4_window7_224"}, "num_heads=2. Change model_args"),
     ],
 )
-def test_bad_fields_are_told_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_bad_fields_are_refused_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(BadInput, match=message):
         unskip.train(tiny(**changes), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
@@ -78,7 +80,7 @@ def test_bad_fields_are_told_before_anything_is_written(tmp_path: Path, changes:
     ],
     ids=["residual", "skipless", "decayed", "annealed"],
 )
-def test_a_run_leaves_a_whole_folder_and_can_be_loaded(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_run_folder_is_complete_and_can_be_loaded(tmp_path: Path, changes: dict[str, Any]) -> None:
     outcome = unskip.train(tiny(**changes), tmp_path / "run", quiet=True)
     assert outcome.finished
     assert 0 <= outcome.evaluations["test_accuracy"] <= 1
@@ -98,11 +100,11 @@ def test_a_run_leaves_a_whole_folder_and_can_be_loaded(tmp_path: Path, changes: 
         assert alphas == pytest.approx([1, 1 - 0.4 / 3, 1 - 0.8 / 3, 0.6])
 
 
-def test_the_preset_without_skips_starts_shaped_and_decays_its_blocks() -> None:
+def test_the_preset_without_skips_uses_shaped_mlps_and_decays_all_block_parameters() -> None:
     preset = recipes.supervised("cifar-skipless")
     names = ("shortcut", "init", "freeze_heads", "optimizer", "weight_decay", "decays")
     shape = "class_token=false,global_pool=avg,depth=2,embed_dim=36,num_heads=6,attn_head_dim=12"
-    with pytest.warns(UnskipWarning, match="below its target"):  # a head of 12 reaches less than one of 64
+    with pytest.warns(UnskipWarning, match="below its target"):  # heads of width 12 reach less than heads of width 64
         task, _ = recipes.build_task(tiny(**{name: getattr(preset, name) for name in names}, model_args=shape))
     same = {"vo_gain": 1, "carry": 3, "mix": 0.3, "mlp_gain": 9, "mlp_bias": 1.5, "centre": True}
     unskip.init.verify_skipless(task.model, task.sample, **same)
@@ -113,7 +115,7 @@ def test_the_preset_without_skips_starts_shaped_and_decays_its_blocks() -> None:
     assert "head.weight" in names_of[0.0]
 
 
-def test_attention_is_calibrated_without_the_skips_that_are_cut() -> None:
+def test_attention_is_calibrated_after_skips_are_cut() -> None:
     shape = "class_token=false,global_pool=avg,depth=2,embed_dim=32,num_heads=2"
     init = "skipless:shaped,position_code=orthogonal,self_attention=0.5"
     task, _ = recipes.build_task(tiny(shortcut="cut", init=init, model_args=shape, health=False))
@@ -127,10 +129,10 @@ def test_attention_is_calibrated_without_the_skips_that_are_cut() -> None:
 def test_it_learns(tmp_path: Path) -> None:
     config = recipes.supervised("digits", device="cpu", epochs=3, optimizer="soap")
     outcome = unskip.train(config, tmp_path / "run", quiet=True)
-    assert outcome.evaluations["test_accuracy"] > 0.2  # a guess has 0.1
+    assert outcome.evaluations["test_accuracy"] > 0.2  # chance is 0.1
 
 
-def test_skips_are_taken_away_from_a_trained_model_by_its_own_teaching(tmp_path: Path) -> None:
+def test_skips_are_removed_from_a_trained_model_by_distillation_from_itself(tmp_path: Path) -> None:
     unskip.train(tiny(), tmp_path / "first", quiet=True)
     saved = tmp_path / "first" / "checkpoints" / "step-6"
     config = tiny(weights=str(saved), teacher="original", shortcut="anneal:keep>cut@5", optimizer="soap")
@@ -147,7 +149,7 @@ def alphas(run: Path) -> list[float]:
     return unskip.Wiring.of(unskip.load(run / "checkpoints" / "step-6")).alphas
 
 
-def test_the_config_says_which_skips_there_are_whatever_the_weights_were_trained_with(tmp_path: Path) -> None:
+def test_the_shortcut_of_the_config_overrides_that_of_the_weights(tmp_path: Path) -> None:
     unskip.train(tiny(shortcut="cut"), tmp_path / "cut", quiet=True)
     unskip.train(tiny(weights=str(tmp_path / "cut")), tmp_path / "kept", quiet=True)  # a run: its last checkpoint
     assert alphas(tmp_path / "cut") == [0.0] * 4
@@ -164,19 +166,19 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("given", ["", "checkpoints/step-2", "checkpoints/step-2/encoder"])
-def test_a_pretrained_encoder_is_trained_on_as_a_classifier(pretrained: Path, given: str, tmp_path: Path) -> None:
+def test_a_pretrained_encoder_is_finetuned_as_a_classifier(pretrained: Path, given: str, tmp_path: Path) -> None:
     changes = {"weights": str(pretrained / given), "shortcut": "decay:0.5", "lr": 0.0, "weight_decay": 0.0, "steps": 1}
     unskip.train(tiny(**changes), tmp_path / "run", quiet=True)
     encoder = unskip.load(pretrained / "checkpoints" / "step-2" / "encoder")
     ours, theirs = (model.state_dict() for model in (unskip.load(tmp_path / "run" / "checkpoints" / "step-1"), encoder))
-    shared = [name for name in theirs if "unskip" not in name]  # without the shortcuts it learned
+    shared = [name for name in theirs if "unskip" not in name]  # without learned shortcut weights
     assert ours.keys() - shared == {"head.weight", "head.bias", "norm.weight", "norm.bias"}
     assert all(torch.equal(ours[name], theirs[name]) for name in shared)
     assert "not in the encoder" in notes(tmp_path / "run")
     assert "head, norm" in notes(tmp_path / "run")
 
 
-def test_tokens_may_be_averaged_where_the_encoder_had_a_last_norm(tmp_path: Path) -> None:
+def test_mean_pooling_of_an_encoder_with_a_final_norm(tmp_path: Path) -> None:
     small = {"model_args": TINY["model_args"], "steps": 1, "device": "cpu"}
     plain = recipes.mae("digits", shortcut="keep", long_skips=False, init="default", **small)
     unskip.train(plain, tmp_path / "mae", quiet=True)
@@ -191,12 +193,12 @@ def test_an_encoder_of_another_shape_is_refused(pretrained: Path) -> None:
             unskip.recipes.build_task(tiny(weights=str(pretrained), model_args=arguments))
 
 
-def test_an_encoder_is_no_teacher(pretrained: Path) -> None:
+def test_an_encoder_without_a_head_cannot_be_a_teacher(pretrained: Path) -> None:
     with pytest.raises(BadInput, match="an encoder without a classifier"):
         unskip.recipes.build_task(tiny(weights=str(pretrained), teacher="original"))
 
 
-def test_a_folder_without_a_test_split_is_trained_on_with_a_part_held_out(tmp_path: Path) -> None:
+def test_a_folder_without_a_test_split_has_a_part_held_out(tmp_path: Path) -> None:
     for index in range(30):
         place = tmp_path / "photos" / "ab"[index % 2] / f"{index}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +210,7 @@ def test_a_folder_without_a_test_split_is_trained_on_with_a_part_held_out(tmp_pa
     assert set(held.evaluations) == {"val_accuracy", "val_loss"}
 
 
-def test_a_run_that_ends_before_its_shortcut_says_so(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_its_anneal_gives_a_warning(tmp_path: Path) -> None:
     unskip.train(tiny(shortcut="anneal:keep>cut@6"), tmp_path / "short", quiet=True)
     assert alphas(tmp_path / "short") == pytest.approx([1 / 6] * 4)
     assert "before anneal:keep>cut@6 does" in notes(tmp_path / "short")
@@ -232,13 +234,13 @@ def test_drop_path_is_off_where_skips_are_cut(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", ["timm:resnet10t", "timm:cait_xxs24_224"])
-def test_models_with_and_without_an_image_size_of_their_own(tmp_path: Path, model: str) -> None:
+def test_models_with_and_without_a_fixed_image_size(tmp_path: Path, model: str) -> None:
     small = "" if "resnet" in model else "depth=2,embed_dim=16,num_heads=2"
     config = tiny(model=model, model_args=small, size=16, patch=4, steps=1, shortcut="decay:0.5")
     assert unskip.train(config, tmp_path / "run", quiet=True).finished
 
 
-def test_a_run_goes_on_after_a_broken_file_and_names_it(tmp_path: Path) -> None:
+def test_a_run_continues_after_a_broken_image_and_names_it(tmp_path: Path) -> None:
     for name in ("train/a", "train/b", "test/a", "test/b"):
         (tmp_path / "pets" / name).mkdir(parents=True)
         for index in range(16):
@@ -255,7 +257,7 @@ def test_a_run_goes_on_after_a_broken_file_and_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("others", [["two"], pytest.param(["sharded", "resumed"], marks=pytest.mark.full)])
-def test_two_processes_take_the_same_steps_as_one(tmp_path: Path, others: list[str]) -> None:
+def test_two_processes_match_one(tmp_path: Path, others: list[str]) -> None:
     # No dropout, float32: only the order of sums differs.
     fields = {key: value for key, value in TINY.items() if key != "device"} | {"steps": 3, "checkpoint_every": 2}
     words = [f"--{key.replace('_', '-')}={value}" for key, value in fields.items()]
@@ -279,17 +281,15 @@ def test_two_processes_take_the_same_steps_as_one(tmp_path: Path, others: list[s
     accuracies = [RunFolder.open(tmp_path / name).read("evals.jsonl")[-1]["test_accuracy"] for name in runs]
     assert max(accuracies) - min(accuracies) < 0.01
     text = {name: [row["warning"] for row in RunFolder.open(tmp_path / name).read("warnings.jsonl")] for name in runs}
-    assert {names.count("flat-loss") for names in text.values()} == {
-        2
-    }  # of both logged steps, by the first process alone
+    assert {names.count("flat-loss") for names in text.values()} == {2}  # only the first process logs
 
 
-def test_a_run_that_learns_nothing_says_so(tmp_path: Path) -> None:
+def test_a_run_that_does_not_learn_gives_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UnskipWarning, match="flat-loss"):
         unskip.train(tiny(lr=1e-9), tmp_path / "run", quiet=True)
     assert "flat-loss" in {row["warning"] for row in RunFolder.open(tmp_path / "run").read("warnings.jsonl")}
 
 
-def test_health_is_looked_at_while_there_is_time(tmp_path: Path) -> None:
+def test_health_is_checked_early_in_a_run(tmp_path: Path) -> None:
     unskip.train(tiny(init="zero", shortcut="cut", steps=10), tmp_path / "run", quiet=True)
     assert 2 in {row["step"] for row in RunFolder.open(tmp_path / "run").read("warnings.jsonl")}

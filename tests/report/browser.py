@@ -1,4 +1,4 @@
-"""A page in a real browser: Debian's chromium without a screen, driven through its own protocol over two pipes."""
+"""Opens pages in headless Chromium, controlled by the DevTools protocol over two pipes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHELL = 'exec "$0" "$@" 3<&{0} 4>&{1}'  # the browser reads commands from 3 and
 
 
 class Browser:
-    """One tab. `problems` collects errors of its console, exceptions, and requests for anything outside of the page."""
+    """One tab. `problems` collects console errors, exceptions, and requests for other resources than the page."""
 
     def __init__(self, timeout: float = 60) -> None:
         assert CHROMIUM is not None
@@ -58,7 +58,7 @@ class Browser:
         self._folder.cleanup()
 
     def call(self, method: str, session: bool = True, **parameters: Any) -> dict[str, Any]:
-        """One command and its answer; events that come between are kept."""
+        """Sends a command and returns its answer; events that arrive before it are recorded."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if session:
@@ -73,7 +73,7 @@ class Browser:
             self._note(answer)
 
     def open(self, page: Path, width: int, height: int = 900, dark: bool = False) -> None:
-        """Loads a page at a size and in a colour scheme, and waits until it is there."""
+        """Opens a page with a window size and colour scheme, and waits until it has loaded."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media="screen", features=[scheme])
@@ -89,7 +89,7 @@ class Browser:
         return answer["result"].get("value")
 
     def press(self, key: str) -> None:
-        """One key: Tab or Enter."""
+        """Presses Tab or Enter."""
         code = {"Tab": 9, "Enter": 13}[key]
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
@@ -97,7 +97,7 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
 
     def screenshot(self, file: Path, whole: bool = False) -> None:
-        """What is seen, or the whole page."""
+        """Saves a screenshot of the window, or of the whole page."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         file.write_bytes(base64.b64decode(shot["data"]))
 

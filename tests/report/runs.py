@@ -1,4 +1,4 @@
-"""Run folders to report on, written by hand: cheap, and as broken as a test wants them."""
+"""Writes synthetic run folders, valid or damaged, without training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(
     weights: Sequence[float] = (),
     **config: Any,
 ) -> Path:
-    """A run with a loss at steps 10, 20, ...; `weights` are the alphas of a checkpoint."""
+    """Writes a run with a loss at steps 10, 20, ...; `weights` are the alphas of a checkpoint."""
     path.mkdir(parents=True)
     about = {"device": "cpu", "versions": {"torch": "2"}, "git": None, "plugins": []}
     (path / "config.json").write_text(json.dumps({"config": {**CONFIG, **config}, **about}))
@@ -47,7 +47,7 @@ def folder(
 
 
 def by_block(values: Sequence[float], name: str = "knn20", step: int = 30) -> list[dict[str, Any]]:
-    """Rows such as `unskip eval` appends."""
+    """Rows like those that `unskip eval` appends."""
     return [
         {"step": step, "evaluation": "knn-dino-v1", "block": block, "pool": "mean", name: value}
         for block, value in enumerate(values)

@@ -1,4 +1,4 @@
-"""The page in a real browser: it draws, it fits a phone, it can be read and used from the keyboard."""
+"""The report in a browser: rendering, small screens, contrast, and the keyboard."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ from unskip.report._page import page as write
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: apt install chromium)")
 
-# Every text of the page against the colours behind it, as WCAG 2 counts: 4.5 to 1.
+# Finds text with less contrast to its background than the 4.5 to 1 of WCAG 2.
 CONTRAST = """(() => {
   const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
@@ -41,7 +41,7 @@ CONTRAST = """(() => {
   return bad;
 })()"""
 
-# Figures that have drawn nothing: no size, or no line and no image with a size.
+# Finds empty figures: those without a size, or without a line and an image that have a size.
 EMPTY = """[...document.querySelectorAll("svg.chart")].filter((svg) => {
   const box = svg.getBoundingClientRect();
   const marks = [...svg.querySelectorAll("path, image, use")].filter((m) => m.getBoundingClientRect().width > 0);
@@ -49,7 +49,7 @@ EMPTY = """[...document.querySelectorAll("svg.chart")].filter((svg) => {
 }).map((svg) => svg.getAttribute("aria-label"))"""
 
 
-# Text of figures that is cut off at their edge, or lies on other text.
+# Finds text in figures that is cut off at the edge or overlaps other text.
 CROWDED = """[...document.querySelectorAll("svg.chart")].flatMap((svg) => {
   const edge = svg.getBoundingClientRect();
   const texts = [...svg.querySelectorAll("text")].filter((each) => each.textContent.trim())
@@ -92,7 +92,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (800, False), (1280, True), (1920, False)])
-def test_page(page: Path, browser: Browser, width: int, dark: bool) -> None:
+def test_the_page_renders_without_errors(page: Path, browser: Browser, width: int, dark: bool) -> None:
     browser.open(page, width, dark=dark)
     assert browser.problems == []
     assert browser.run("document.querySelectorAll('svg.chart').length") == 6
@@ -107,7 +107,7 @@ def test_page(page: Path, browser: Browser, width: int, dark: bool) -> None:
     assert browser.problems == []
 
 
-def test_no_text_of_a_figure_is_tiny_on_a_phone(page: Path, browser: Browser) -> None:
+def test_text_in_figures_is_legible_on_a_phone(page: Path, browser: Browser) -> None:
     browser.open(page, 390)
     sizes = browser.run(
         "[...document.querySelectorAll('svg.chart text')].map((each) => {"
@@ -133,7 +133,7 @@ def test_tables_sort_from_the_keyboard(page: Path, browser: Browser) -> None:
     assert browser.run(column) == ["1.40 ± 0.71", "1"]
 
 
-def test_everything_is_reached_by_tab(page: Path, browser: Browser) -> None:
+def test_all_controls_are_reached_by_tab(page: Path, browser: Browser) -> None:
     browser.open(page, 1280)
     wanted = browser.run("document.querySelectorAll('a, button, summary, [tabindex]').length")
     hidden = browser.run("document.querySelectorAll('details a, details button, details [tabindex]').length")
@@ -149,8 +149,8 @@ def test_everything_is_reached_by_tab(page: Path, browser: Browser) -> None:
     assert kinds["BUTTON"] == browser.run("document.querySelectorAll(':not(details) > .wide th button').length")
 
 
-def test_what_would_be_fetched_is_refused(page: Path, browser: Browser, tmp_path: Path) -> None:
-    """The policy of the page is in force: a script and an image that somebody smuggled in do nothing."""
+def test_injected_scripts_and_images_are_blocked(page: Path, browser: Browser, tmp_path: Path) -> None:
+    """The content security policy of the page is active."""
     spoilt = page.read_text().replace("</main>", "</main><script>document.title = 'owned'</script>")
     (tmp_path / "spoilt.html").write_text(spoilt)
     browser.open(tmp_path / "spoilt.html", 1280)

@@ -1,4 +1,4 @@
-"""The numbers behind the figures, against numpy and by hand."""
+"""The data of the figures, compared with numpy and by hand."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ def test_mean_and_std(values: list[float], broken: int) -> None:
     assert std / 1e300 == pytest.approx(scaled.std(ddof=1), rel=1e-6, abs=1e-12)
 
 
-def test_mean_of_nothing_and_of_one() -> None:
+def test_mean_and_std_of_no_value_and_of_one() -> None:
     assert charts.mean_and_std([3.0]) == (3.0, None, 1)
     mean, std, count = charts.mean_and_std([math.nan])
     assert (math.isnan(mean), std, count) == (True, None, 0)
@@ -68,7 +68,7 @@ def newest(run: Run) -> dict[str, float]:
     return {name: row[name] for name, row in names_of.newest_rows(run).items()}
 
 
-def test_newest_values_are_of_the_last_block_that_was_evaluated_so(tmp_path: Path) -> None:
+def test_latest_values_are_those_of_the_last_block(tmp_path: Path) -> None:
     rows = by_block((0.1, 0.2, 0.3), "rank") + by_block((0.5, 0.6), "knn20")
     whole = [{"step": 20, "evaluation": "o", "rank": 9.0}, {"step": 30, "evaluation": "f", "finetune": 0.9}]
     folder(tmp_path / "a", evals=[*rows, *whole])
@@ -76,13 +76,13 @@ def test_newest_values_are_of_the_last_block_that_was_evaluated_so(tmp_path: Pat
     assert newest(group.runs[0]) == {"rank": 0.3, "knn20": 0.6, "finetune": 0.9}
 
 
-def test_lines_that_hide_one_another_are_named(tmp_path: Path) -> None:
+def test_identical_lines_are_named(tmp_path: Path) -> None:
     for name, losses in {"a": (1.0, 2.0), "b": (1.0, 2.0, 3.0), "c": (1.0, 2.5)}.items():
         folder(tmp_path / name, losses=losses, shortcut=name)
     assert charts.over_steps(read_groups([tmp_path]), "loss").note.endswith("on one line: a and b.")
 
 
-def test_a_number_that_some_blocks_lack(tmp_path: Path) -> None:
+def test_a_value_that_is_missing_for_some_blocks(tmp_path: Path) -> None:
     run = read_groups([folder(tmp_path / "a")])[0].runs[0]
     blocks = [{"index": index, "high_frequency": value} for index, value in enumerate((0.5, None, math.nan))]
     seen = Look(30, {"blocks": blocks, "sites": []})
@@ -91,19 +91,19 @@ def test_a_number_that_some_blocks_lack(tmp_path: Path) -> None:
     assert chart.note.endswith("a at block 1 and 2.")
 
 
-def test_evaluated_once_is_no_curve(tmp_path: Path) -> None:
+def test_a_single_evaluation_has_no_curve(tmp_path: Path) -> None:
     folder(tmp_path / "a", evals=[{"step": 30, "evaluation": "o", "knn20": 0.1}])
     chart = charts.evaluated(read_groups([tmp_path]), "knn20")
     assert (chart.lines, "once" in chart.missing) == ((), True)
 
 
-def test_one_k_stands_for_all(tmp_path: Path) -> None:
+def test_only_one_k_of_knn_is_drawn(tmp_path: Path) -> None:
     row = {"step": 30, "evaluation": "o", "knn10": 0.1, "knn20": 0.2, "knn200": 0.3, "rank": 3.0, "rank_entropy": 1.1}
     folder(tmp_path / "a", evals=[row])
     assert names_of.evaluations(read_groups([tmp_path]), by_block=False) == ["knn20", "rank"]
 
 
-def test_other_ways_have_other_names(tmp_path: Path) -> None:
+def test_results_with_other_settings_have_other_names(tmp_path: Path) -> None:
     rows = by_block((0.1, 0.2), "knn20") + by_block((0.5,), "knn10")
     rows += [{**row, "time": 0.5} for row in by_block((0.3, 0.4))] + [
         {**row, "changes": {"k": 1}} for row in by_block((0.9,))
@@ -117,7 +117,7 @@ def test_other_ways_have_other_names(tmp_path: Path) -> None:
     assert names_of.title_and_unit("rank (changed)")[0] == "Effective rank of the features (changed)"
 
 
-def test_how_samples_were_drawn_is_no_result(tmp_path: Path) -> None:
+def test_sampling_settings_are_not_drawn_as_results(tmp_path: Path) -> None:
     how = {"n": 1000, "split": "train", "precision": "float32", "extractor": "0f", "sampler": "heun", "steps": 50}
     how |= {"cfg": 1.0, "tolerance": 1e-5, "seed": 3}
     rows = [{"step": 30, "evaluation": "generation-v1", "FD-x": 2.0, **how, **more} for more in ({}, {"cfg": 1.5})]
@@ -129,10 +129,10 @@ def test_how_samples_were_drawn_is_no_result(tmp_path: Path) -> None:
     names = [*(f"FD-x of 1000 samples{way}" for way in ways), "mean_iou"]
     assert names_of.evaluations(groups, by_block=False) == names
     assert [*newest(groups[0].runs[0])] == names
-    assert newest(groups[0].runs[0])[names[0]] == 2.0  # not that of a coarser sampler, which came later
+    assert newest(groups[0].runs[0])[names[0]] == 2.0  # not the later result with fewer sampling steps
 
 
-def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path) -> None:
+def test_long_curves_are_subsampled_and_keep_their_ends(tmp_path: Path) -> None:
     folder(tmp_path / "a", losses=[1 / (1 + i) for i in range(1000)])
     chart = charts.over_steps(read_groups([tmp_path]), "loss")
     (line,) = chart.lines
@@ -141,12 +141,12 @@ def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path) -> None:
     assert "thinned to 300" in chart.note
 
 
-def test_wide_ranges_are_logarithmic(tmp_path: Path) -> None:
+def test_wide_ranges_have_a_logarithmic_axis(tmp_path: Path) -> None:
     folder(tmp_path / "a", losses=(1e6, 1.0))
     folder(tmp_path / "b", losses=(1e6, -1.0), shortcut="cut")
     assert charts.over_steps(read_groups([tmp_path / "a"]), "loss").log
     assert not charts.over_steps(read_groups([tmp_path / "a", tmp_path / "b"]), "loss").log
-    # Within a decade a logarithmic axis has one label or none, and a share of 1e-4 is nothing.
+    # Ranges within a decade and fractions close to 0 have a linear axis.
     folder(tmp_path / "c", losses=(4.0, 2.0), evals=by_block((0.9, 1e-4)))
     (near,) = read_groups([tmp_path / "c"])
     assert not charts.over_steps([near], "loss").log

@@ -1,4 +1,4 @@
-"""The figures show the numbers they are given, and nothing in a name breaks them."""
+"""The figures show the given numbers, and work with any name."""
 
 import io
 import itertools
@@ -24,7 +24,7 @@ def luminance(colour: str) -> float:
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2 has it."""
+    """The contrast ratio of WCAG 2."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
@@ -50,8 +50,8 @@ def test_points_by_group(tmp_path: Path) -> None:
         figures.results(groups, "knn20")
 
 
-def test_points_of_odd_logs(tmp_path: Path) -> None:
-    """Counts that are none, values that no axis holds, and more groups than there are styles."""
+def test_points_of_unusual_logs(tmp_path: Path) -> None:
+    """Invalid counts, extreme values, and more groups than styles."""
     for place, value in enumerate([0.5] * 12 + [1e308]):
         row = {"step": 30, "test_accuracy": value, "n": [1] if place else 40}
         folder(tmp_path / f"{place:02}", shortcut=f"decay:0.{place + 10}", evals=[row])
@@ -63,7 +63,7 @@ def test_points_of_odd_logs(tmp_path: Path) -> None:
     assert axes.get_title("left") == "Accuracy on test images"
 
 
-def test_recipes_have_points_of_their_own(tmp_path: Path) -> None:
+def test_losses_of_different_recipes_have_separate_figures(tmp_path: Path) -> None:
     for recipe, name in itertools.product(("mae", "supervised"), "ab"):
         row = {"step": 30, "test_loss": 1.0}
         folder(tmp_path / f"{recipe}-{name}", recipe=recipe, shortcut=name, evals=[row])
@@ -91,7 +91,7 @@ def test_lines_and_bands(tmp_path: Path) -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
 
 
-def test_more_groups_than_can_be_told_apart(tmp_path: Path) -> None:
+def test_more_groups_than_styles(tmp_path: Path) -> None:
     for index in range(14):
         folder(tmp_path / f"r{index}", lr=float(index))
     figure = figures.loss(read([tmp_path], look=False))
@@ -101,7 +101,7 @@ def test_more_groups_than_can_be_told_apart(tmp_path: Path) -> None:
     assert len(figure.legends[0].get_texts()) == _style.SHOWN
 
 
-def test_what_is_missing_says_what_to_do(tmp_path: Path) -> None:
+def test_missing_data_give_a_message_with_the_next_step(tmp_path: Path) -> None:
     groups = read([folder(tmp_path / "a")], look=False)
     with pytest.raises(BadInput, match="`unskip eval RUN` adds it"):
         figures.depth(groups, "knn20")
@@ -120,7 +120,7 @@ def test_what_is_missing_says_what_to_do(tmp_path: Path) -> None:
         figures.measured(groups, "echo")
 
 
-@pytest.mark.filterwarnings("ignore:Glyph .* missing from:UserWarning")  # matplotlib's font; a page has the browser's
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from:UserWarning")  # a page uses the fonts of the browser
 def test_no_name_breaks_a_figure(tmp_path: Path) -> None:
     folder(tmp_path / "a", evals=by_block((0.1, 0.2), name=EVIL))
     groups = read([tmp_path], look=False)
@@ -137,13 +137,13 @@ def test_tiles() -> None:
     figure = figures.draw_tiles(tiles)
     shown = [int(image.get_array().max()) for image in figure.axes[0].images]
     assert shown == [0, 40, 40, 80, 80, 120]
-    assert figure.get_figwidth() == _style.SIZE[0]  # as wide as a chart: a page scales their text alike
+    assert figure.get_figwidth() == _style.SIZE[0]  # as wide as a chart, so that their text is scaled equally
     with pytest.raises(BadInput, match="no images"):
         figures.draw_tiles(Tiles("x", "T", (), (), (), ""))
 
 
 @pytest.mark.parametrize("columns", [2, 9])
-def test_captions_of_tiles_are_as_wide_as_their_tile_at_most(columns: int) -> None:
+def test_captions_are_not_wider_than_their_tile(columns: int) -> None:
     image, names = np.zeros((4, 4, 3), np.uint8), ("a name that goes on and on ✗",) * columns
     rows = ((image,) * columns,) * 2
     figure = figures.draw_tiles(Tiles("x", "T", rows, ("a", "b"), ("a long name",) * columns, "", (names,) * 2))
@@ -157,7 +157,7 @@ def test_captions_of_tiles_are_as_wide_as_their_tile_at_most(columns: int) -> No
 
 
 @pytest.mark.parametrize("name", ["$x$", r"$x$ \frac", r"\$", r"a\b", "_a"])
-def test_a_name_is_drawn_as_it_is(name: str) -> None:
+def test_names_are_drawn_literally(name: str) -> None:
     from matplotlib.figure import Figure
 
     file, figure = io.StringIO(), Figure()

@@ -30,14 +30,14 @@ def test_difference_over_seeds() -> None:
     assert result.interval is not None
     expected = stats.ttest_ind(SEEDS[1], SEEDS[0], equal_var=False).confidence_interval(0.95)
     assert result.value == pytest.approx(sum(SEEDS[1]) / 4 - sum(SEEDS[0]) / 3)
-    # Degrees of freedom are rounded down: never narrower, and not much wider.
+    # Degrees of freedom are rounded down, so the interval is never narrower, and only a little wider.
     assert result.interval[0] <= expected.low + 1e-4
     assert result.interval[1] >= expected.high - 1e-4
     assert result.interval == pytest.approx((expected.low, expected.high), abs=0.01)
 
 
 def test_difference_of_two_runs() -> None:
-    """56 of 70 and 48 of 80: Newcombe (1998), table II (a), has 0.0524 to 0.3339 for the first less the second."""
+    """56 of 70 minus 48 of 80: the interval in table II (a) of Newcombe (1998) is 0.0524 to 0.3339."""
     wilson = tuple((each.low, each.high) for each in (
         stats.binomtest(48, 80).proportion_ci(method="wilson"), stats.binomtest(56, 70).proportion_ci(method="wilson")
     ))  # fmt: skip

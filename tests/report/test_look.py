@@ -1,4 +1,4 @@
-"""Checkpoints that are measured: a masked autoencoder, a classifier, and those that cannot be."""
+"""Measurements of checkpoints: a masked autoencoder, a classifier, and checkpoints that cannot be measured."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = unskip.recipes.mae("digits", shortcut="decay:0.5", health=False, **SMALL, **decoder)
     configs = {"mae": config, "classifier": unskip.recipes.supervised("digits", **SMALL)}
     for name, each in configs.items():
-        with pytest.warns(unskip.errors.UnskipWarning):  # after six steps it has learned nothing
+        with pytest.warns(unskip.errors.UnskipWarning):  # six steps are too few to learn
             unskip.train(each, place / name, quiet=True)
     return place
 
@@ -36,7 +36,7 @@ def groups(runs: Path) -> list[Group]:
 
 
 def test_weights_of_sites_are_read_without_a_model(runs: Path, groups: list[Group]) -> None:
-    """From what `unskip.save` writes, and the same that the model has."""
+    """They are read from the file of `unskip.save` and match the model."""
     decayed, plain = (group.runs[0] for group in read([runs / "mae", runs / "classifier"], look=False))
     assert [each.alpha for each in decayed.weights] == pytest.approx([1.0, 1 - 1 / 6, 1 - 2 / 6, 0.5])
     assert [(each.site, each.path, each.beta) for each in decayed.weights[:2]] == [
@@ -48,10 +48,10 @@ def test_weights_of_sites_are_read_without_a_model(runs: Path, groups: list[Grou
     assert [row["alpha"] for row in seen.measurement["sites"]] == pytest.approx([w.alpha for w in decayed.weights])
 
 
-def test_patches_of_a_model_with_further_tokens(tmp_path: Path) -> None:
-    """A U-ViT has tokens of time and class before its patches."""
+def test_patches_of_a_model_with_other_tokens(tmp_path: Path) -> None:
+    """A U-ViT has time and class tokens before its patches."""
     small = {**SMALL, "model_args": "depth=1,width=16,heads=2", "log_every": 6}
-    with pytest.warns(unskip.errors.UnskipWarning):  # it has learned nothing
+    with pytest.warns(unskip.errors.UnskipWarning):  # too few steps to learn
         unskip.train(unskip.recipes.uvit("digits", **small), tmp_path / "uvit", quiet=True)
     (group,) = read([tmp_path / "uvit"])
     seen = group.runs[0].look
@@ -59,21 +59,21 @@ def test_patches_of_a_model_with_further_tokens(tmp_path: Path) -> None:
     assert seen.measurement["blocks"][0]["high_frequency"] is not None
     (tiles,) = [each for each in seen.tiles if each.name == "patch-features"]
     assert tiles.images[0][1].shape == (4, 4, 3)
-    assert all("singular" in note for note in seen.notes)  # of attention that has not been trained
+    assert all("singular" in note for note in seen.notes)  # the attention is untrained
 
 
-def test_measured(groups: list[Group]) -> None:
+def test_measurements_of_checkpoints(groups: list[Group]) -> None:
     for group in groups:
         seen = group.runs[0].look
         assert (seen.step, len(seen.measurement["blocks"]), len(seen.measurement["sites"])) == (6, 2, 4)
     (axes,) = figures.alphas(groups).axes
     lines = sorted(line.get_ydata().tolist() for line in axes.lines)
-    assert lines == [pytest.approx([1.0, 1 - 1 / 6, 1 - 2 / 6, 0.5]), [1.0] * 4]  # of the classifier: as measured
+    assert lines == [pytest.approx([1.0, 1 - 1 / 6, 1 - 2 / 6, 0.5]), [1.0] * 4]  # alphas of the classifier
     for figure in (figures.measured(groups, "echo"), figures.spectra(groups), figures.conditions(groups)):
         assert len(figure.axes[0].lines) == 2
 
 
-def test_reconstructions_show_the_images(runs: Path, groups: list[Group]) -> None:
+def test_reconstructions_show_masked_and_true_pixels(runs: Path, groups: list[Group]) -> None:
     seen = groups[0].runs[0].look
     tiles = {each.name: each for each in seen.tiles}
     true, visible, predicted = (np.stack(row) for row in tiles["reconstructions"].images)
@@ -82,7 +82,7 @@ def test_reconstructions_show_the_images(runs: Path, groups: list[Group]) -> Non
     grey = (visible == 128).all(-1)
     assert np.array_equal(visible[~grey], true[~grey])
     assert np.array_equal(predicted[~grey], true[~grey])
-    assert grey.mean() == pytest.approx(0.5, abs=0.05)  # the mask ratio; a true pixel may be that grey as well
+    assert grey.mean() == pytest.approx(0.5, abs=0.05)  # the mask ratio; a few true pixels may be equally grey
     assert len(tiles["reconstructions"].table) == SHOWN
 
 
@@ -106,7 +106,7 @@ def test_a_perfect_decoder_reconstructs_the_image(runs: Path, norm_pix: bool, mo
     assert max(float(str(row[2])) for row in tiles["reconstructions"].table) < 0.01
 
 
-def test_neighbours_and_patch_features(groups: list[Group]) -> None:
+def test_nearest_neighbours_and_patch_features(groups: list[Group]) -> None:
     for group in groups:
         seen = group.runs[0].look
         tiles = {each.name: each for each in seen.tiles}
@@ -121,7 +121,7 @@ def test_neighbours_and_patch_features(groups: list[Group]) -> None:
     assert "reconstructions" not in {each.name for each in groups[1].runs[0].look.tiles}  # type: ignore[union-attr]
 
 
-def test_classes_whose_names_begin_alike_are_told_apart(runs: Path, groups: list[Group]) -> None:
+def test_class_names_with_the_same_prefix_are_distinguished(runs: Path, groups: list[Group]) -> None:
     def renamed(*given: Any, **options: Any) -> ImageSet:
         images = open_images(*given, **options)
         return replace(images, classes=tuple(f"{'a long name ' * 4}{name}" for name in images.classes))
@@ -145,7 +145,7 @@ def test_pictures_as_figures(groups: list[Group]) -> None:
         figures.neighbours(groups, group=7)
 
 
-def test_one_part_that_fails_leaves_the_others(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_part_does_not_affect_the_others(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from unskip.report import _look
 
     def broken(*given: object, **named: object) -> None:
@@ -158,7 +158,7 @@ def test_one_part_that_fails_leaves_the_others(runs: Path, monkeypatch: pytest.M
     assert [each.name for each in seen.tiles] == ["patch-features", "neighbours"]
 
 
-def test_what_cannot_be_looked_at(runs: Path, tmp_path: Path) -> None:
+def test_checkpoints_that_cannot_be_measured_have_a_note(runs: Path, tmp_path: Path) -> None:
     (none,) = read([folder(tmp_path / "none")])
     assert none.runs[0].look.notes == ["not measured: it has no checkpoint yet"]
 
@@ -180,8 +180,8 @@ def test_what_cannot_be_looked_at(runs: Path, tmp_path: Path) -> None:
     assert "gone-" in moved.runs[0].look.notes[0]
 
 
-def test_few_runs_are_looked_at(tmp_path: Path) -> None:
-    """The first seed of each group comes before the second of any."""
+def test_a_limited_number_of_runs_is_measured(tmp_path: Path) -> None:
+    """First the first seed of each group, then the second seeds."""
     for name in "ab":
         for seed in (0, 1):
             folder(tmp_path / name / f"seed-{seed}", shortcut=f"decay:0.{ord(name) - 92}", seed=seed)

@@ -1,4 +1,4 @@
-"""The page: whole, self-contained, the same each time, and safe from what runs are called."""
+"""The page: complete, self-contained, reproducible, and safe for any run name."""
 
 import base64
 import csv
@@ -23,7 +23,7 @@ VOID = {"meta", "link", "img", "br"}
 
 
 class Elements(HTMLParser):
-    """Every element of a page, whether it is well nested, and the text outside of script and style."""
+    """Parses a page: its elements, whether they are nested correctly, and the text outside of script and style."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def made(*paths: Path) -> str:
     return page(report.read(paths, look=False))
 
 
-def test_page(tmp_path: Path) -> None:
+def test_the_page_is_complete(tmp_path: Path) -> None:
     for seed in (0, 1):
         folder(tmp_path / "plain" / f"seed-{seed}", losses=(1, 0.5 + seed / 10), seed=seed, evals=by_block((0.1, 0.3)))
     alert = {"step": 20, "warning": "flat-loss", "text": "the loss is flat"}
@@ -103,7 +103,7 @@ def test_data_of_a_figure(tmp_path: Path) -> None:
     ]
 
 
-def test_numbers_of_the_objective(tmp_path: Path) -> None:
+def test_metrics_of_the_objective(tmp_path: Path) -> None:
     path = folder(tmp_path / "a")
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row | {"teacher_entropy": 2.0}) + "\n" for row in rows))
@@ -112,12 +112,12 @@ def test_numbers_of_the_objective(tmp_path: Path) -> None:
     assert charts == {"step-loss.csv", "step-teacher-entropy.csv"}
 
 
-def test_the_same_each_time(tmp_path: Path) -> None:
+def test_the_page_is_reproducible(tmp_path: Path) -> None:
     path = folder(tmp_path / "a", evals=by_block((0.1, 0.2)))
     assert made(path) == made(path)
 
 
-def test_names_are_text(tmp_path: Path) -> None:
+def test_names_are_escaped(tmp_path: Path) -> None:
     path = folder(
         tmp_path / EVIL.replace("/", ""),
         evals=[*by_block((0.1, 0.2), name=EVIL), {"step": 10, "evaluation": EVIL, EVIL: 1.0}],
@@ -135,11 +135,11 @@ def test_names_are_text(tmp_path: Path) -> None:
     assert not elements.of("img")
     assert not [name for _, attributes in elements.tags for name in attributes if name.startswith("on")]
     assert "<script>alert(1)</script>" in elements.text
-    assert "<script>alert(1)<script>" in elements.text  # the folder: its name has no slash
+    assert "<script>alert(1)<script>" in elements.text  # the name of the folder, which cannot contain a slash
 
 
-def test_numbers_called_anything(tmp_path: Path) -> None:
-    """A figure is called after a number in a log, and so are the ids in it."""
+def test_metrics_with_unusual_names(tmp_path: Path) -> None:
+    """The name of a metric becomes the title of a figure and part of its ids."""
     names = ('"><img src=x onerror=alert(1)>', "\\d \\g<9> $", "a b", "a-b", "a_b")
     rows = [{"step": step, "block": block, **dict.fromkeys(names, 0.5)} for step in (10, 20) for block in (None, 0, 1)]
     elements = Elements(made(folder(tmp_path / "run", evals=rows)))
@@ -151,7 +151,7 @@ def test_numbers_called_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("losses", [("nan", "nan"), (), (1e308, 1e-308, -1e308), (0.0, 0.0)])
-def test_odd_numbers(tmp_path: Path, losses: tuple[object, ...]) -> None:
+def test_unusual_losses(tmp_path: Path, losses: tuple[object, ...]) -> None:
     text = made(folder(tmp_path / "a", losses=losses))
     assert "One run," in text
     assert Elements(text).of("svg") or "no run has logged loss" in text
@@ -168,7 +168,7 @@ def test_fifty_runs(tmp_path: Path) -> None:
     assert "The last 40 groups are grey in the figures." in elements.text
 
 
-def test_different_kinds(tmp_path: Path) -> None:
+def test_runs_of_different_recipes(tmp_path: Path) -> None:
     folder(tmp_path / "a", recipe="supervised", evals=[{"step": s, "test_accuracy": s / 100} for s in (10, 20)])
     folder(tmp_path / "b")
     text = made(tmp_path)
@@ -179,7 +179,7 @@ def test_different_kinds(tmp_path: Path) -> None:
     assert "supervised on digits; mae on digits." in text
 
 
-def test_over_seeds() -> None:
+def test_mean_over_seeds() -> None:
     assert over_seeds([], 3) is None
     assert over_seeds([0.5], 1) == (0.5, "0.5")
     assert over_seeds([0.5], 3) == (0.5, "0.5 (1 of 3 runs)")
@@ -200,8 +200,8 @@ def test_samples(tmp_path: Path) -> None:
     assert image["src"].startswith("data:image/png;base64,")
 
 
-def test_colours_stand_out() -> None:
-    """Text 4.5 to 1, lines 3 to 1, on the page and on its cards, light and dark."""
+def test_contrast_of_colours() -> None:
+    """Text has 4.5 to 1 and lines 3 to 1, on the page and on cards, light and dark."""
     schemes = [dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in file("page.css").split("prefers-color-scheme")]
     assert len(schemes) == 2
     for scheme in schemes:
@@ -214,7 +214,7 @@ def test_colours_stand_out() -> None:
 
 
 def test_tables(tmp_path: Path) -> None:
-    """Numbers sort as numbers, long tables are cut and whole as CSV, and formulas are text."""
+    """Numbers sort as numbers, long tables are cut but complete as CSV, and formulas are escaped."""
     folder(tmp_path / "=1+1", losses=[1.0] * 250 + ["nan"])
     elements = Elements(made(tmp_path))
     cells = [each for each in elements.of("td") if each.get("class") == "number"]
@@ -227,7 +227,7 @@ def test_tables(tmp_path: Path) -> None:
 
 
 def test_differences(tmp_path: Path) -> None:
-    """Two runs are compared by their test samples; the config's difference and the interval are on the page."""
+    """The page has the changed config fields of two runs, and the interval of their difference over test samples."""
     row = {"step": 30, "test_accuracy": 0.7, "n": 100, "intervals": {"test_accuracy": [0.604, 0.781]}}
     better = row | {"test_accuracy": 0.9, "intervals": {"test_accuracy": [0.826, 0.945]}}
     runs = [folder(tmp_path / "a", evals=[row]), folder(tmp_path / "b", evals=[better], shortcut="cut")]
@@ -244,7 +244,7 @@ def test_differences(tmp_path: Path) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    """Tables and figures lie beside the page, and hold what is on it."""
+    """Tables and figures are also written as files beside the page."""
     row = {"step": 30, "test_accuracy": 0.7, "n": 100, "intervals": {"test_accuracy": [0.604, 0.781]}}
     runs = [folder(tmp_path / name, evals=[row], shortcut=name) for name in ("a_1", "b|2")]
     report.write(runs, tmp_path / "page.html", look=0, export=tmp_path / "files")
@@ -260,8 +260,8 @@ def test_files(tmp_path: Path) -> None:
     assert latex.count(" \\\\\n") == 3
 
 
-def test_how_many_samples_and_intervals(tmp_path: Path) -> None:
-    """One run has the interval of its test samples, several have their standard deviation; both say n."""
+def test_n_and_intervals(tmp_path: Path) -> None:
+    """One run has the interval over its test samples, several have their standard deviation. Both show n."""
     row = {"step": 30, "block": 1, "knn20": 0.85, "rank": 4.0, "n": 40, "intervals": {"knn20": [0.709, 0.929]}}
     folder(tmp_path / "one", evals=[row], shortcut="cut")
     for seed in (0, 1):

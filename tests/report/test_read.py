@@ -1,4 +1,4 @@
-"""Run folders are read whatever state they are in, and what was wrong is said."""
+"""Run folders in any state are read, with a note on what is damaged."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     assert run.notes == ("metrics.jsonl: 4 lines, from line 5, skipped, not readable",)
 
 
-def test_not_finite(tmp_path: Path) -> None:
+def test_non_finite_numbers(tmp_path: Path) -> None:
     run = read_run(folder(tmp_path / "a", losses=(1.0, "nan", float("inf"), 0.5)))
     assert [math.isfinite(row["loss"]) for row in run.metrics] == [True, False, False, True]
     assert run.notes == ("the loss is not finite at step 20, 2 logged steps in total",)
@@ -59,14 +59,14 @@ def test_a_step_logged_again_counts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"config": 3}', "[" * 100_000])
-def test_a_config_that_cannot_be_read_leaves_the_rest(tmp_path: Path, text: str) -> None:
+def test_a_damaged_config_does_not_affect_the_rest(tmp_path: Path, text: str) -> None:
     path = folder(tmp_path / "a")
     (path / "config.json").write_text(text)
     run = read_run(path)
     assert (run.config, len(run.metrics), run.recipe) == ({}, 3, "unknown")
 
 
-def test_long_skips_are_no_shortcuts(tmp_path: Path) -> None:
+def test_long_skips_are_not_shortcuts(tmp_path: Path) -> None:
     path = folder(tmp_path / "a", weights=(1.0, 1.0, 0.5))
     record = path / "checkpoints" / "step-30" / "encoder" / "unskip.json"
     data = json.loads(record.read_text())
@@ -102,7 +102,7 @@ def test_equal_names_and_equal_configs(tmp_path: Path) -> None:
     assert [(group.label, len(group.runs)) for group in groups] == [("x", 1), ("x (2)", 2)]
 
 
-def test_runs_without_configs_are_not_taken_for_equal(tmp_path: Path) -> None:
+def test_runs_without_a_config_are_not_grouped(tmp_path: Path) -> None:
     for name in "ab":
         folder(tmp_path / name)
         (tmp_path / name / "config.json").unlink()
@@ -111,7 +111,7 @@ def test_runs_without_configs_are_not_taken_for_equal(tmp_path: Path) -> None:
     assert groups[0].runs[0].notes == ("config.json: missing",)
 
 
-def test_a_run_that_is_named_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_passed_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder(tmp_path / "a")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
@@ -119,7 +119,7 @@ def test_a_run_that_is_named_twice_is_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert (len(group.runs), group.repeats, group.label) == (1, False, "a")
 
 
-def test_what_was_taken_otherwise_has_another_name(tmp_path: Path) -> None:
+def test_measurements_with_other_settings_have_other_names(tmp_path: Path) -> None:
     row = {"step": 30, "evaluation": "x", "block": 1, "pool": "mean", "split": "test", "precision": "float32"}
     rows = [row, {**row, "pool": "cls"}, {**row, "split": "val"}, {**row, "precision": "bf16"}]
     run = read_run(folder(tmp_path / "a", evals=[{**each, "knn20": 0.5} for each in rows]))
@@ -129,7 +129,7 @@ def test_what_was_taken_otherwise_has_another_name(tmp_path: Path) -> None:
     assert "knn20" in held.evals[0]
 
 
-def test_numbers_of_several_blocks_in_a_row(tmp_path: Path) -> None:
+def test_several_blocks_in_one_row_of_the_log(tmp_path: Path) -> None:
     row = {"step": 30, "evaluation": "x", "rank": 3.0, "cls_knn20": 0.5, "rank_block_0": 2.0, "rank_block_1": 3.0}
     run = read_run(folder(tmp_path / "a", evals=[row]))
     labels = {"step": 30, "evaluation": "x", "block": None, "intervals": {}}
@@ -141,7 +141,7 @@ def test_numbers_of_several_blocks_in_a_row(tmp_path: Path) -> None:
 
 
 def test_folders_of_folders_of_runs(tmp_path: Path) -> None:
-    """Several of `--seeds` side by side, and a run beside them. What lies deeper, or within a run, is none of them."""
+    """Folders of `--seeds` beside a run. Deeper folders and folders in a run are not read."""
     folder(tmp_path / "b")
     for seed in (10, 9):
         folder(tmp_path / "a" / f"seed-{seed}", seed=seed, shortcut="cut")
@@ -170,7 +170,7 @@ def test_no_run(tmp_path: Path) -> None:
         max_size=4,
     ),
 )
-def test_whatever_a_log_holds(metrics: bytes, evals: list[dict[str, object]]) -> None:
+def test_logs_of_any_content(metrics: bytes, evals: list[dict[str, object]]) -> None:
     from unskip.report._page import page
 
     with tempfile.TemporaryDirectory() as place:
