@@ -1,4 +1,4 @@
-"""The parts of small models, opened once."""
+"""The parts of small models, computed once."""
 
 import functools
 from typing import Any

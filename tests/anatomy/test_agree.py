@@ -25,7 +25,7 @@ class Mlp(nn.Module):
         return self.down(F.relu(self.up(x)))
 
 
-class Around(nn.Module):
+class MlpBranch(nn.Module):
     """x + after(mlp(before(x)))."""
 
     def __init__(self, before: Step, after: Step) -> None:
@@ -41,7 +41,7 @@ def inputs() -> Tensor:
     return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def same(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -69,7 +69,7 @@ STEPS: dict[str, Step] = {
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize("op", STEPS)
 def test_a_step_without_weights_is_reported(op: str, side: str) -> None:
-    model = Around(**{"before": same, "after": same, side: STEPS[op]})
+    model = MlpBranch(**{"before": identity, "after": identity, side: STEPS[op]})
     (extra,) = only(model, inputs()).extras
     assert extra.startswith("steps besides its weights (among ")
     assert op in extra
@@ -77,11 +77,13 @@ def test_a_step_without_weights_is_reported(op: str, side: str) -> None:
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, -1.0])
 def test_a_factor_on_the_input_is_reported(factor: float) -> None:
-    assert only(Around(lambda x: factor * x, same), inputs()).extras == ("steps besides its weights (among mul, relu)",)
+    assert only(MlpBranch(lambda x: factor * x, identity), inputs()).extras == (
+        "steps besides its weights (among mul, relu)",
+    )
 
 
 def test_a_branch_with_other_steps_is_not_absorbed() -> None:
-    model, x = Around(same, torch.neg), inputs()
+    model, x = MlpBranch(identity, torch.neg), inputs()
     before = model(x)
     with pytest.raises(BadInput, match=r"more than an MLP.*relu, neg"):
         unskip.absorb(only(model, x))
@@ -94,7 +96,7 @@ def test_a_rewrite_that_changes_the_outputs_is_undone(monkeypatch: pytest.Monkey
     """The outputs of the whole model are compared as well."""
     monkeypatch.setattr("unskip.anatomy._parts_trace.mismatch", lambda *_: None)
     monkeypatch.setattr("unskip.anatomy._parts_trace.more_steps", lambda *_: ())
-    model, x = Around(same, torch.neg), inputs()
+    model, x = MlpBranch(identity, torch.neg), inputs()
     before, weights = model(x), {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(RewireError, match="outputs differ by"):
         apply(model, mode="widen", example=x)
@@ -103,53 +105,53 @@ def test_a_rewrite_that_changes_the_outputs_is_undone(monkeypatch: pytest.Monkey
 
 
 PLAIN: dict[str, tuple[Step, Step]] = {
-    "nothing": (same, same),
+    "nothing": (identity, identity),
     "rows": (lambda x: x.reshape(-1, WIDTH), lambda y: y.reshape(3, 5, WIDTH)),
     "tokens moved and put back": (lambda x: x.roll(2, 1), lambda y: y.roll(-2, 1)),
     "dropout": (lambda x: F.dropout(x, 0.5, training=False), lambda y: F.dropout(y, 0.5, training=False)),
-    "narrower numbers": (lambda x: x.bfloat16().float(), same),
+    "narrower numbers": (lambda x: x.bfloat16().float(), identity),
 }
 
 
 @pytest.mark.parametrize("form", PLAIN)
-def test_a_plain_mlp_is_plain(form: str) -> None:
-    assert only(Around(*PLAIN[form]), inputs()).extras == ()
+def test_a_plain_mlp_has_no_extras(form: str) -> None:
+    assert only(MlpBranch(*PLAIN[form]), inputs()).extras == ()
 
 
-def test_a_plain_mlp_is_plain_in_half_precision_and_when_rewired() -> None:
-    model = Around(same, same).bfloat16()
+def test_a_plain_mlp_has_no_extras_in_half_precision_and_when_rewired() -> None:
+    model = MlpBranch(identity, identity).bfloat16()
     assert only(model, inputs().bfloat16()).extras == ()
     unskip.rewire(model, "scale:0.5,2.0", inputs().bfloat16())
     assert only(model, inputs().bfloat16()).extras == ()
 
 
-def test_an_mlp_on_a_scaled_stream_is_plain() -> None:
-    class DeepNorm(Around):
+def test_an_mlp_on_a_scaled_stream_has_no_extras() -> None:
+    class DeepNorm(MlpBranch):
         def forward(self, x: Tensor) -> Tensor:
             return 1.5 * x + self.mlp(x)
 
-    assert only(DeepNorm(same, same), inputs()).extras == ()
+    assert only(DeepNorm(identity, identity), inputs()).extras == ()
 
 
 def test_an_mlp_on_one_token_is_reported() -> None:
-    class ClassToken(Around):
+    class ClassToken(MlpBranch):
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.cat([self.mlp(x[:, :1]), x[:, 1:]], 1)
 
-    (extra,) = only(ClassToken(same, same), inputs()).extras
+    (extra,) = only(ClassToken(identity, identity), inputs()).extras
     assert extra.startswith("steps besides its weights")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_non_finite_outputs_are_not_compared(value: float) -> None:
-    model = Around(same, same)
+    model = MlpBranch(identity, identity)
     model.mlp.down.bias.data[0] = value
     assert only(model, inputs()).extras == ()
 
 
-class Scaled(Around):
+class Scaled(MlpBranch):
     def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__(same, same)
+        super().__init__(identity, identity)
         self.scale = nn.Parameter(torch.rand(shape, generator=torch.Generator().manual_seed(2)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,7 +174,7 @@ FOLDS: dict[str, tuple[Step, Step]] = {
 
 @pytest.mark.parametrize("form", FOLDS)
 def test_an_mlp_of_another_width_than_the_stream_is_reported(form: str) -> None:
-    model, x = Around(*FOLDS[form]), inputs()[:, :4]
+    model, x = MlpBranch(*FOLDS[form]), inputs()[:, :4]
     width = 2 * WIDTH if form == "two tokens" else WIDTH // 2
     model.mlp.up, model.mlp.down = nn.Linear(width, 16), nn.Linear(16, width)
     (extra,) = only(model, x).extras
@@ -181,12 +183,12 @@ def test_an_mlp_of_another_width_than_the_stream_is_reported(form: str) -> None:
 
 def test_a_norm_per_head_at_the_end_is_reported() -> None:
     norm = nn.LayerNorm(WIDTH // 2)
-    (extra,) = only(Around(same, lambda y: norm(y.unflatten(-1, (2, -1))).flatten(-2)), inputs()).extras
+    (extra,) = only(MlpBranch(identity, lambda y: norm(y.unflatten(-1, (2, -1))).flatten(-2)), inputs()).extras
     assert extra.startswith("steps besides its weights")
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (WIDTH,), (1, 1, WIDTH)])
-def test_a_scale_of_features_is_plain(shape: tuple[int, ...]) -> None:
+def test_a_scale_per_feature_is_not_an_extra(shape: tuple[int, ...]) -> None:
     assert only(Scaled(shape), inputs()).extras == ()
 
 
@@ -204,7 +206,7 @@ class NormPlusOne(nn.LayerNorm):
 def test_a_gain_stored_minus_one_is_found(dtype: torch.dtype) -> None:
     norm = NormPlusOne(WIDTH)
     nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
-    found = only(Around(norm, same).to(dtype), inputs().to(dtype))
+    found = only(MlpBranch(norm, identity).to(dtype), inputs().to(dtype))
     assert found.norm is not None
     assert found.norm.gain is not None
     assert found.norm.offset == 1
@@ -224,7 +226,7 @@ class NormWithOtherName(nn.Module):
 
 
 def test_the_eps_of_a_norm_is_found_under_any_name() -> None:
-    found = only(Around(NormWithOtherName(), same), 0.01 * inputs())
+    found = only(MlpBranch(NormWithOtherName(), identity), 0.01 * inputs())
     assert found.norm is not None
     assert found.norm.eps == 1e-3
     assert found.extras == ()
@@ -258,7 +260,7 @@ def test_two_norms_in_a_row_are_reported() -> None:
     first, second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
     for norm in (first, second):
         nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(2))
-    (extra,) = only(Around(nn.Sequential(first, second), same), inputs()).extras
+    (extra,) = only(MlpBranch(nn.Sequential(first, second), identity), inputs()).extras
     assert extra.startswith("steps besides its weights")
 
 

@@ -76,7 +76,7 @@ def test_keeps_gradients_and_mode(vit: nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_maps_become_tokens() -> None:
+def test_feature_maps_become_tokens() -> None:
     model = timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)).eval()
     images = torch.randn(2, 3, 64, 64)
     tokens = unskip.features(model, images, pool=None)

@@ -250,7 +250,7 @@ def normalise(norm: NormParts | None, x: Tensor) -> Tensor:
     return y if norm.bias is None else y + norm.bias
 
 
-def attend(part: AttentionParts, x: Tensor) -> Tensor:
+def apply_attention(part: AttentionParts, x: Tensor) -> Tensor:
     """x (batch, tokens, dim), from the formulas alone."""
 
     def project(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -266,7 +266,7 @@ def attend(part: AttentionParts, x: Tensor) -> Tensor:
     return F.linear(context, part.out, part.out_bias)
 
 
-def perceive(part: MlpParts, x: Tensor) -> Tensor:
+def apply_mlp(part: MlpParts, x: Tensor) -> Tensor:
     assert part.function is not None
     up = F.linear(x, part.up, part.up_bias)
     hidden = part.function(up) if part.gate is None else part.function(F.linear(x, part.gate, part.gate_bias)) * up
@@ -276,7 +276,7 @@ def perceive(part: MlpParts, x: Tensor) -> Tensor:
 def branch_of(part: AttentionParts | MlpParts, x: Tensor) -> Tensor:
     norm = part.norm if part.norm is not None and part.norm.place == "pre" else None
     x = normalise(norm, x)
-    y = attend(part, x) if isinstance(part, AttentionParts) else perceive(part, x)
+    y = apply_attention(part, x) if isinstance(part, AttentionParts) else apply_mlp(part, x)
     y = normalise(part.out_norm, y)
     return y if part.scale is None else y * part.scale
 
@@ -319,7 +319,7 @@ COMPUTABLE = {
 
 
 @pytest.mark.parametrize("name", COMPUTABLE)
-def test_a_branch_is_its_parts(name: str) -> None:
+def test_parts_compute_the_output_of_the_branch(name: str) -> None:
     family = FAMILIES[name]
     model = family.build().double()
     example = Example.of(tree_map(lambda v: v.double() if v.is_floating_point() else v, family.inputs(2)))
@@ -341,7 +341,7 @@ def test_a_branch_is_its_parts(name: str) -> None:
     assert count == COMPUTABLE[name]
 
 
-def test_the_norm_of_a_parallel_part_is_the_one_it_reads() -> None:
+def test_a_parallel_part_has_its_own_norm() -> None:
     _, found = open_family("hf_gpt_neox")
     assert isinstance(found[0], ParallelParts)
     assert found[0].attention.norm is not None
@@ -360,7 +360,7 @@ def test_value_output_is_the_map_of_a_token_that_attends_to_itself() -> None:
         none = dict.fromkeys(("q_bias", "k_bias", "v_bias", "out_bias"))
         double = {view: getattr(part, view).double() for view in ("q", "k", "v", "out")}
         plain = AttentionParts(**{**vars(part), **none, **double, "extras": ()})
-        torch.testing.assert_close(attend(plain, x), x @ part.value_output().T)
+        torch.testing.assert_close(apply_attention(plain, x), x @ part.value_output().T)
 
 
 def test_parts_print_the_shapes_of_their_weights() -> None:

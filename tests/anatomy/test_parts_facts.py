@@ -32,7 +32,7 @@ ATTENTIONS = {
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_facts_of_an_attention(name: str) -> None:
+def test_fields_of_attention_parts(name: str) -> None:
     part = next(open_family(name)[1].attentions())
     number, groups, width, scale, extras = ATTENTIONS[name]
     assert (part.heads, part.kv_heads, part.head_dim) == (number, groups, width)
@@ -63,7 +63,7 @@ MLPS = {
 
 
 @pytest.mark.parametrize("name", MLPS)
-def test_facts_of_an_mlp(name: str) -> None:
+def test_fields_of_mlp_parts(name: str) -> None:
     part = next(open_family(name)[1].mlps())
     activation, norm, out_norm, scaled, extras = MLPS[name]
     assert part.activation == activation

@@ -73,7 +73,7 @@ def test_a_norm_spelled_out_is_found(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_it_is_measured_like_that_of_a_module(form: str) -> None:
+def test_a_norm_spelled_out_is_measured_like_a_module(form: str) -> None:
     written, module = Block(FORMS[form]), Block(nn.RMSNorm(WIDTH, eps=EPS, elementwise_affine=False))
     with unskip.rewired(written, "cut", inputs()), unskip.rewired(module, "cut", inputs()):
         got, wanted = (unskip.measure(model, inputs()) for model in (written, module))
@@ -83,7 +83,7 @@ def test_it_is_measured_like_that_of_a_module(form: str) -> None:
         assert one.branch.condition == pytest.approx(other.branch.condition, rel=1e-3)
 
 
-def test_one_on_queries_and_keys_is_reported() -> None:
+def test_a_norm_of_queries_and_keys_is_reported() -> None:
     first, _ = unskip.parts(Block(nn.LayerNorm(WIDTH), FORMS["torch"]), inputs())
     assert isinstance(first, AttentionParts)
     assert first.extras == ("query-key norm",)
