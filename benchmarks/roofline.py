@@ -285,9 +285,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--traced", type=int, default=3, help="traced steps")
     parser.add_argument(
-        "--ahead", action=argparse.BooleanOptionalAction, default=True, help="compile all at once first"
-    )
-    parser.add_argument(
         "--together", action=argparse.BooleanOptionalAction, help="one process per recipe (default on a GPU)"
     )
     parser.add_argument("--out", type=Path)
