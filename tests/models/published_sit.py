@@ -1,4 +1,4 @@
-"""SiT in its published layout, written out: names of parameters included, attention as two products."""
+"""A handwritten SiT with the parameter names of the published checkpoints, and explicit attention."""
 
 from __future__ import annotations
 

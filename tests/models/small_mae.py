@@ -1,4 +1,4 @@
-"""A small MAE, and weights in the layout that was published."""
+"""A small MAE, and random checkpoints in the published layout."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def draw(count: int = 5, seed: int = 1) -> Tensor:
 
 
 def unshuffled(tokens: Tensor, mask_token: Tensor, order: Tensor) -> Tensor:
-    """Visible tokens and mask tokens, each back in its place."""
+    """Visible tokens and mask tokens in their original order."""
     n, visible, dim = tokens.shape
     full = torch.cat([tokens, mask_token.expand(n, order.shape[1] - visible, dim)], 1)
     return torch.stack([row[where.argsort()] for row, where in zip(full, order, strict=True)])
 
 
 def made_up(depth: int = 4, decoder: int = 2, width: int = 16, narrow: int = 12) -> dict[str, Tensor]:
-    """A state dict in the published layout, with numbers that tell every tensor from every other."""
+    """A random state dict in the published layout."""
     shapes: dict[str, tuple[int, ...]] = {
         "cls_token": (1, 1, width),
         "pos_embed": (1, 17, width),
@@ -68,5 +68,5 @@ def made_up(depth: int = 4, decoder: int = 2, width: int = 16, narrow: int = 12)
                 shapes[f"{at}.{name}.weight"] = shapes[f"{at}.{name}.bias"] = (dim,)
     generator = torch.Generator().manual_seed(3)
     state = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    state["decoder_pos_embed"][:, 0] = 0  # as published: the class token has no place
+    state["decoder_pos_embed"][:, 0] = 0  # as published: the class token has no position
     return state

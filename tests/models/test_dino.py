@@ -1,4 +1,4 @@
-"""DINO and SimCLR: losses against the formulas written out, centre, Sinkhorn, the teacher, published checkpoints."""
+"""DINO and SimCLR: losses against handwritten formulas, centring, Sinkhorn, the teacher, published checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def crops(images: int = 3, wide: int = 2, local: int = 3) -> tuple[Tensor, Tenso
 
 
 def by_hand(dino: DINO, wide: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss as the paper writes it: every crop on its own, every pair in a loop. Loss, entropy, mean of outputs."""
+    """The loss of the paper, in a loop over pairs of crops. Returns the loss, entropy, and mean teacher output."""
     teacher = [dino.teacher(crop) for crop in wide.unbind(1)]
     student = [dino.student(crop) for crop in (*wide.unbind(1), *local.unbind(1))]
     p = [F.softmax((t - dino.centre) / dino.temperature, 1).detach() for t in teacher]
@@ -53,7 +53,7 @@ def by_hand(dino: DINO, wide: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 @pytest.mark.parametrize(("local", "shortcut"), [(0, "keep"), (3, "cut"), (3, "decay:0.5")])
-def test_the_loss_is_the_paper_s(local: int, shortcut: str) -> None:
+def test_the_loss_matches_the_paper(local: int, shortcut: str) -> None:
     dino = model()
     dino.teacher.head.last.weight.add_(0.01)  # so that student and teacher differ
     dino.centre.copy_(torch.linspace(-0.1, 0.1, 12))
@@ -74,15 +74,15 @@ def test_the_loss_is_the_paper_s(local: int, shortcut: str) -> None:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_evaluation_does_not_move_the_centre_and_the_teacher_has_no_gradient() -> None:
+def test_evaluation_does_not_update_the_centre_and_the_teacher_has_no_gradient() -> None:
     dino = model().eval()
     dino(*crops())
     assert (dino.centre == 0).all()
     assert not any(parameter.requires_grad for parameter in dino.teacher.parameters())
 
 
-def test_the_numbers_of_a_collapse() -> None:
-    """A centred teacher with the same output for all has entropy log(out); one peak has spread 0."""
+def test_entropy_and_spread_of_collapsed_outputs() -> None:
+    """Equal outputs for all images have entropy log(out) after centring, and spread 0 if they have one peak."""
     dino = model().eval()
     wide, local = crops()
     same = wide[:1, :1].expand_as(wide)
@@ -95,7 +95,7 @@ def test_the_numbers_of_a_collapse() -> None:
     assert float(result.spread) == pytest.approx(0, abs=1e-5)
 
 
-def test_the_teacher_drops_nothing() -> None:
+def test_the_teacher_has_no_dropout() -> None:
     dino = DINO(backbone(drop_path_rate=0.5, proj_drop_rate=0.5, patch_drop_rate=0.5), out=12, hidden=20, bottleneck=8)
     x = torch.randn(2, 3, 16, 16)
     assert torch.equal(dino.teacher(x), dino.teacher(x))
@@ -114,7 +114,7 @@ def test_the_teacher_is_an_ema_of_the_student() -> None:
     assert all(torch.allclose(a, b) for a, b in zip(dino.teacher.parameters(), dino.student.parameters(), strict=True))
 
 
-def test_the_last_layer_knows_directions_only() -> None:
+def test_outputs_of_the_last_layer_are_cosines() -> None:
     dino = model()
     x = torch.randn(4, 16)
     before = dino.student.head(x).detach()
@@ -123,8 +123,8 @@ def test_the_last_layer_knows_directions_only() -> None:
     assert torch.allclose(dino.student.head(x), before, atol=1e-5)
 
 
-def test_batch_norm_of_the_bottleneck_takes_the_common_part_away() -> None:
-    """Inputs that differ by a hundredth: all in one direction without it, in all directions with it."""
+def test_batch_norm_of_the_bottleneck_removes_the_common_part() -> None:
+    """Inputs differ by 1%. Without batch norm all outputs have nearly one direction, with it all directions."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, 16, generator=draw) + 0.01 * torch.randn(64, 16, generator=draw)
     alike = []
@@ -137,7 +137,7 @@ def test_batch_norm_of_the_bottleneck_takes_the_common_part_away() -> None:
     assert abs(alike[1]) < 0.05
 
 
-def test_rows_that_are_spread_give_every_direction_the_same_size() -> None:
+def test_spread_rows_have_equal_singular_values() -> None:
     dino = model(out=40)
     dino.spread_(torch.Generator().manual_seed(3))
     weight = dino.last_layer().detach().double()
@@ -147,24 +147,24 @@ def test_rows_that_are_spread_give_every_direction_the_same_size() -> None:
     again = model(out=40)
     again.spread_(torch.Generator().manual_seed(3))
     assert torch.equal(again.last_layer(), dino.last_layer())
-    few = model(out=5)  # fewer rows than directions cannot be spread, and stay of length 1
+    few = model(out=5)  # fewer rows than dimensions are only normalised
     few.spread_()
     assert torch.allclose(few.last_layer().norm(dim=1), torch.ones(5))
 
 
-def test_sinkhorn_balances() -> None:
+def test_sinkhorn_equalises_rows_and_columns() -> None:
     logits = torch.randn(64, 6, generator=torch.Generator().manual_seed(0)).double() * 3
     q = sinkhorn(logits, rounds=50)
     assert torch.allclose(q.sum(1), torch.ones(64, dtype=torch.float64))
     assert torch.allclose(q.sum(0), torch.full((6,), 64 / 6, dtype=torch.float64), rtol=1e-3)
-    # It only scales rows and columns: every 2 x 2 ratio stays what it was.
+    # It only scales rows and columns, so 2 x 2 cross ratios do not change.
     ratio = q[0, 0] * q[1, 1] / (q[0, 1] * q[1, 0])
     assert torch.allclose(ratio.log(), logits[0, 0] + logits[1, 1] - logits[0, 1] - logits[1, 0])
     result = model(balance="sinkhorn")(*crops())
     assert bool(result.loss.isfinite())
 
 
-def test_refusals() -> None:
+def test_bad_input_is_refused() -> None:
     with pytest.raises(BadInput, match=r"balance .*none"):
         model(balance="none")
     with pytest.raises(BadInput, match="no pair"):
@@ -179,7 +179,7 @@ def test_refusals() -> None:
 
 
 def made_up(dino: DINO, prefix: str = "module.") -> dict[str, Any]:
-    """A checkpoint in the published layout, with other numbers."""
+    """A checkpoint in the published layout with random weights."""
     draw = torch.Generator().manual_seed(5)
 
     def tower() -> dict[str, Tensor]:
@@ -213,7 +213,7 @@ def test_a_published_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(dino.centre, theirs["dino_loss"]["center"][0])
 
 
-def test_lengths_that_were_learned_are_not_left_out_in_silence() -> None:
+def test_a_checkpoint_with_learned_weight_norms_gives_a_warning() -> None:
     dino = model()
     theirs = made_up(dino)
     theirs["student"]["module.head.last_layer.weight_g"] *= 1.5
@@ -222,7 +222,7 @@ def test_lengths_that_were_learned_are_not_left_out_in_silence() -> None:
     assert torch.equal(dino.student.head.mlp[0].weight, theirs["student"]["module.head.mlp.0.weight"])
 
 
-def test_a_backbone_alone_fills_both() -> None:
+def test_a_backbone_checkpoint_is_loaded_into_student_and_teacher() -> None:
     dino = model()
     other = backbone()
     head = dino.student.head.last.weight.clone()
@@ -232,7 +232,7 @@ def test_a_backbone_alone_fills_both() -> None:
     assert torch.equal(dino.student.head.last.weight, head)
 
 
-def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     dino = model()
     before = {name: value.clone() for name, value in dino.state_dict().items()}
     theirs = made_up(dino)
@@ -256,7 +256,7 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
 # --- SimCLR -----------------------------------------------------------------------------------------------------------
 
 
-def test_contrast_is_the_formula() -> None:
+def test_the_contrastive_loss_matches_the_formula() -> None:
     draw = torch.Generator().manual_seed(0)
     one, two = (F.normalize(torch.randn(5, 7, generator=draw), dim=1) for _ in range(2))
     z = torch.cat([one, two])
@@ -273,7 +273,7 @@ def test_contrast_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize("norm", [True, False])
-def test_simclr_takes_views(norm: bool) -> None:
+def test_simclr_loss_of_two_views(norm: bool) -> None:
     net = SimCLR(backbone(), hidden=20, out=6, norm=norm)
     result = net(crops()[0])
     result.loss.backward()

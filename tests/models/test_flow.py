@@ -1,7 +1,7 @@
-"""Interpolants, the loss, noise by index, and samplers against a flow that is known in closed form.
+"""Interpolants, the loss, noise by index, and samplers against a flow in closed form.
 
-Data N(m, c^2) has the velocity field v(x, t) = a' E[x_1 | x] + s' E[e | x], both linear in x, and its flow takes a
-noise z to m + c z exactly.
+For data N(m, c^2) the velocity field is v(x, t) = a' E[x_1 | x] + s' E[e | x], with expectations linear in x, and its
+flow maps noise z to m + c z exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NONE = 3
 
 
 class Gaussian(nn.Module):
-    """What the best network would predict for data N(mean of the label, deviation^2), float64 inside."""
+    """The optimal prediction for data N(mean of the label, std^2), computed in float64."""
 
     def __init__(self, flow: Flow, shift: float = 0.0) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Gaussian(nn.Module):
 
 
 def draw(*given: Any, **options: Any) -> Drawn:
-    """All batches in one."""
+    """All drawn batches, concatenated."""
     return Drawn(*map(torch.cat, zip(*batches(*given, **options), strict=True)))
 
 
 def made(flow: Flow, count: int = 7, **options: Any) -> tuple[Tensor, Tensor]:
-    """Samples, and where the exact flow would take their noise."""
+    """Samples, and the exact values of the flow for their noise."""
     sampling = Sampling(**options)
     labels = torch.arange(count) % NONE
     drawn_samples = draw(Gaussian(flow), labels, SHAPE, NONE, flow, sampling)
@@ -61,7 +61,7 @@ def made(flow: Flow, count: int = 7, **options: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("interpolant", ["linear", "gvp"])
 @pytest.mark.parametrize("target", ["velocity", "noise", "data"])
-def test_a_prediction_gives_velocity_noise_and_data(interpolant: Any, target: Any) -> None:
+def test_velocity_noise_and_data_from_a_prediction(interpolant: Any, target: Any) -> None:
     flow = Flow(interpolant, target)
     draws = torch.Generator().manual_seed(0)
     data, noise = (torch.randn(16, *SHAPE, generator=draws, dtype=torch.float64) for _ in range(2))
@@ -90,9 +90,9 @@ def test_fixed_steps_converge_at_their_order_to_the_exact_flow(interpolant: Any,
 
 @pytest.mark.parametrize("interpolant", ["linear", "gvp"])
 @pytest.mark.parametrize("target", ["velocity", "noise", "data"])
-def test_dopri5_keeps_its_tolerance(interpolant: Any, target: Any) -> None:
+def test_the_error_of_dopri5_is_within_its_tolerance(interpolant: Any, target: Any) -> None:
     flow = Flow(interpolant, target)
-    # Times end a thousandth early where noise or data alone do not give the velocity.
+    # Times end 0.001 early if the velocity is singular as a function of the predicted noise or data.
     room = 2e-4 if target == "velocity" else 4e-3
     result, exact = made(flow, sampler="dopri5", tolerance=1e-5)
     assert (result - exact).abs().max() < room
@@ -101,8 +101,8 @@ def test_dopri5_keeps_its_tolerance(interpolant: Any, target: Any) -> None:
         assert (rough - exact).abs().max() > 3 * (result - exact).abs().max()
 
 
-def test_dopri5_is_that_of_scipy() -> None:
-    """The same stages and the same error estimate: one step of each, from the same tableau."""
+def test_dopri5_matches_scipy() -> None:
+    """One step of each has the same result and error estimate."""
     from scipy.integrate import RK45
 
     from unskip.models import _samplers
@@ -120,16 +120,18 @@ def test_euler_maruyama_has_the_marginals_of_the_flow(interpolant: Any) -> None:
     labels = torch.zeros(1500, dtype=torch.int64)
     drawn_samples = draw(Gaussian(flow), labels, SHAPE, NONE, flow, Sampling("euler-maruyama", steps=200), batch=1500)
     values = drawn_samples.values.double().flatten()
-    # 9000 numbers: three standard errors of the mean are 0.013, of the deviation 0.009; the last step adds a little.
+    # 9000 values: three standard errors are 0.013 for the mean and 0.009 for the std; the last step adds a small error.
     assert float(values.mean()) == pytest.approx(MEAN, abs=0.02)
     assert float(values.std()) == pytest.approx(DEVIATION, abs=0.02)
     noise = normal(0, torch.arange(1500), 0, SHAPE).double().flatten()
-    assert abs(float(torch.corrcoef(torch.stack([values, noise]))[0, 1])) < 0.5  # no deterministic map of its noise
+    assert (
+        abs(float(torch.corrcoef(torch.stack([values, noise]))[0, 1])) < 0.5
+    )  # not a deterministic function of the initial noise
     assert (drawn_samples.evaluations == 201).all()
 
 
 @pytest.mark.parametrize("sampler", ["euler", "heun", "dopri5", "euler-maruyama"])
-def test_a_sample_does_not_depend_on_its_company(sampler: Any) -> None:
+def test_a_sample_does_not_depend_on_its_batch(sampler: Any) -> None:
     flow, sampling = Flow(), Sampling(sampler, steps=6, cfg=1.5, seed=4)
     labels = torch.arange(11) % NONE
     network = Gaussian(flow, shift=0.5)
@@ -142,7 +144,7 @@ def test_a_sample_does_not_depend_on_its_company(sampler: Any) -> None:
 
 
 @pytest.mark.parametrize(("sampler", "each"), [("euler", 1), ("heun", 2), ("euler-maruyama", 1)])
-def test_function_evaluations_are_those_of_the_network(sampler: Any, each: int) -> None:
+def test_function_evaluations_are_counted_correctly(sampler: Any, each: int) -> None:
     flow, labels = Flow(), torch.tensor([0, 1])
     last = sampler == "euler-maruyama"
     for cfg, twice in ((1.0, 1), (0.0, 1), (2.0, 2)):
@@ -152,8 +154,8 @@ def test_function_evaluations_are_those_of_the_network(sampler: Any, each: int) 
         assert sum(network.sizes) == int(drawn_samples.evaluations.sum())
 
 
-def test_guidance_is_the_formula() -> None:
-    """With means m_y and m_none the guided flow of this Gaussian leads to m_none + cfg (m_y - m_none)."""
+def test_guidance_matches_the_formula() -> None:
+    """With means m_y and m_none the guided flow of this Gaussian has the mean m_none + cfg (m_y - m_none)."""
     flow, labels = Flow(), torch.tensor([0, 1, NONE])
     network = Gaussian(flow, shift=0.5)
     z = normal(0, torch.arange(3), 0, SHAPE)
@@ -163,7 +165,7 @@ def test_guidance_is_the_formula() -> None:
         torch.testing.assert_close(result, none + cfg * (own - none) + DEVIATION * z, rtol=0, atol=1e-3)
 
 
-def test_the_loss_of_the_best_network_is_the_variance_it_cannot_know() -> None:
+def test_the_loss_of_the_optimal_network_is_the_conditional_variance() -> None:
     """E |v - E[v | x_t]|^2 at t: the variance of a' x + s' e given a x + s e, in closed form."""
     flow = Flow("gvp", label_dropout=0.0)
     draws = torch.Generator().manual_seed(0)
@@ -178,7 +180,7 @@ def test_the_loss_of_the_best_network_is_the_variance_it_cannot_know() -> None:
         assert float(result) == pytest.approx(expected, rel=0.02)
 
 
-def test_labels_are_left_out_as_often_as_asked_and_times_drawn_as_asked() -> None:
+def test_label_dropout_rate_and_distribution_of_times() -> None:
     seen: list[Tensor] = []
 
     class Spy(nn.Module):
@@ -209,7 +211,7 @@ def test_noise_is_normal_and_independent() -> None:
         normal(4, torch.arange(400), 0, (250,)),  # another seed
         normal(3, torch.arange(400), 1, (250,)),  # another step
         normal(3, torch.arange(1, 401), 0, (250,)),  # another sample
-        values.roll(1, 1),  # another place
+        values.roll(1, 1),  # another position
         values.roll(125, 1),  # its partner of Box and Muller
     ]
     for other in others:
@@ -220,7 +222,7 @@ def test_noise_is_normal_and_independent() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 1000), st.integers(1, 9))
-def test_noise_of_a_sample_stands_alone(seed: int, sample: int, step: int, size: int) -> None:
+def test_noise_of_a_sample_does_not_depend_on_the_batch(seed: int, sample: int, step: int, size: int) -> None:
     alone = normal(seed, torch.tensor([sample]), step, (size,))
     among = normal(seed, torch.tensor([sample + 1, sample, 0]), step, (size,))
     assert torch.equal(alone[0], among[1])
@@ -244,12 +246,12 @@ def test_noise_of_a_sample_stands_alone(seed: int, sample: int, step: int, size:
         (Sampling, "tolerance", 0.0),
     ],
 )
-def test_flows_and_samplings_that_are_none(kind: Any, field: str, value: Any) -> None:
+def test_invalid_flows_and_sampling_options_are_refused(kind: Any, field: str, value: Any) -> None:
     with pytest.raises(BadInput, match=f"{field} .*{value}"):
         kind(**{field: value})
 
 
-def test_samples_that_cannot_be_drawn() -> None:
+def test_sampling_errors() -> None:
     network = Gaussian(Flow())
     with pytest.raises(BadInput, match="0 samples"):
         draw(network, torch.zeros(0, dtype=torch.int64), SHAPE, NONE)
@@ -267,7 +269,7 @@ def test_samples_that_cannot_be_drawn() -> None:
             draw(Broken(), torch.tensor([0, 1, 0]), SHAPE, NONE, sampling=Sampling(sampler))
 
 
-def test_a_tolerance_below_rounding_is_refused_and_not_searched_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tolerance_below_rounding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unskip.models._samplers._MOST", 30)
     with pytest.raises(BadInput, match="use a larger one"):
         draw(Gaussian(Flow()), torch.tensor([0]), SHAPE, NONE, sampling=Sampling("dopri5", tolerance=1e-12))

@@ -1,4 +1,4 @@
-"""The masked autoencoder: against the published layout written out, long skips, starts, checkpoints, bad input."""
+"""The masked autoencoder: comparison with a handwritten one, long skips, initialisation, bad input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def patchified(x: Tensor, patch: int = 3) -> Tensor:
 
 
 def published(model: MAE, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The same loss in the published layout: all patches embedded, put back in place, predicted, and masked last."""
+    """The loss as in the published code: embed all patches, mask, restore the order, predict, and mask the loss."""
     encoder: Any = model.encoder
     decoder = model.decoder
     order = noise.argsort(1)
@@ -65,7 +65,7 @@ def published(model: MAE, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def perturbed(model: MAE) -> MAE:
-    """Away from the zeros of the start, where much would agree by accident."""
+    """Adds noise to all weights, because with zero-initialised weights errors could be hidden."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,7 +75,7 @@ def perturbed(model: MAE) -> MAE:
 
 
 @pytest.mark.parametrize("long_skips", [False, True])
-def test_it_computes_what_the_published_layout_computes(long_skips: bool) -> None:
+def test_loss_and_gradients_match_the_published_layout(long_skips: bool) -> None:
     model = perturbed(mae(long_skips))
     x, noise = images(), draw()
     result = model(x, noise)
@@ -83,7 +83,7 @@ def test_it_computes_what_the_published_layout_computes(long_skips: bool) -> Non
     assert torch.allclose(result.loss, loss, atol=1e-5)
     rows = torch.stack([row[where] for row, where in zip(prediction, result.order[:, 4:], strict=True)])
     assert torch.allclose(result.prediction, rows, atol=1e-5)
-    # And the same gradients.
+    # Gradients match as well.
     parameters = [p for p in model.parameters() if p.requires_grad]
     ours = torch.autograd.grad(result.loss, parameters)
     theirs = torch.autograd.grad(loss, parameters)
@@ -105,7 +105,7 @@ def test_it_computes_what_the_published_layout_computes(long_skips: bool) -> Non
         {"name": "deit_tiny_distilled_patch16_224", "global_pool": "token"},
     ],
 )
-def test_an_encoder_that_sees_everything_gives_the_features_of_timm(options: dict[str, Any]) -> None:
+def test_features_without_masking_match_timm(options: dict[str, Any]) -> None:
     encoder: Any = vit(**options)
     model = mae(encoder=encoder).eval()
     everything = torch.arange(16).expand(5, -1)
@@ -118,7 +118,7 @@ def test_an_encoder_that_sees_everything_gives_the_features_of_timm(options: dic
 
 
 @given(st.integers(1, 24), st.integers(1, 24))
-def test_long_skips_are_spread_and_none_is_unused(encoder: int, decoder: int) -> None:
+def test_long_skips_are_spread_over_the_encoder(encoder: int, decoder: int) -> None:
     result = sources(encoder, decoder)
     assert result[0] == encoder - 1  # the deepest first
     assert list(result) == sorted(set(result), reverse=True)
@@ -131,14 +131,16 @@ def test_long_skips_are_spread_and_none_is_unused(encoder: int, decoder: int) ->
 
 @settings(max_examples=12)
 @given(st.integers(1, 6), st.integers(1, 6), st.booleans(), st.booleans())
-def test_every_parameter_learns_at_any_depth_ratio(encoder: int, decoder: int, long_skips: bool, zero: bool) -> None:
+def test_all_parameters_are_trained_at_any_depth_ratio(
+    encoder: int, decoder: int, long_skips: bool, zero: bool
+) -> None:
     model = mae(long_skips, vit(depth=encoder, final_norm=not long_skips), depth=decoder)
     if zero:
         unskip.init.zero_branches_(model.encoder, images(2))
         model.zero_start_()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     moved: dict[str, bool] = {}
-    # Zeros open one after another: the head, the branches that end in zero, then all behind them.
+    # With a zero start gradients reach the head first, then the last weights of branches, then all others.
     for step in range(8):
         optimizer.zero_grad()
         model(images(seed=step)).loss.backward()
@@ -147,11 +149,11 @@ def test_every_parameter_learns_at_any_depth_ratio(encoder: int, decoder: int, l
                 assert parameter.grad is not None, name
                 moved[name] = moved.get(name, False) or bool(parameter.grad.abs().max() > 0)
         optimizer.step()
-    # The bias of a key adds the same to every score; all else moves.
+    # Key biases have no effect on attention; all other parameters change.
     assert [name for name, yes in moved.items() if not yes] == []
 
 
-def test_the_decoder_sees_the_encoder_only_through_the_skips() -> None:
+def test_the_decoder_depends_on_the_encoder_only_through_long_skips() -> None:
     model = perturbed(mae())
     for unit in model.decoder.fuse:
         nn.init.zeros_(unit.down.weight)
@@ -160,7 +162,7 @@ def test_the_decoder_sees_the_encoder_only_through_the_skips() -> None:
         assert torch.equal(model(images(), draw()).prediction, model(images(seed=7), draw()).prediction)
 
 
-def test_bytes_are_normalised_as_floats_are() -> None:
+def test_bytes_and_floats_are_normalised_equally() -> None:
     model = perturbed(mae())
     raw = torch.randint(256, (5, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
@@ -168,11 +170,11 @@ def test_bytes_are_normalised_as_floats_are() -> None:
 
 
 @pytest.mark.parametrize("long_skips", [False, True])
-def test_narrow_streams_have_the_precision_of_autocast(long_skips: bool) -> None:
+def test_with_narrow_stream_the_stream_has_the_dtype_of_autocast(long_skips: bool) -> None:
     wide, narrow = (perturbed(mae(long_skips, narrow=each)) for each in (False, True))
     narrow.load_state_dict(wide.state_dict())
     exact = wide(images(), draw()).loss
-    assert torch.equal(narrow(images(), draw()).loss, exact)  # without autocast nothing changes
+    assert torch.equal(narrow(images(), draw()).loss, exact)  # without autocast it has no effect
     seen: dict[bool, set[torch.dtype]] = {}
     for model in (wide, narrow):
         kinds = seen.setdefault(model.narrow, set())
@@ -183,23 +185,23 @@ def test_narrow_streams_have_the_precision_of_autocast(long_skips: bool) -> None
     assert seen == {False: {torch.float32}, True: {torch.bfloat16}}
 
 
-# --- Starts -----------------------------------------------------------------------------------------------------------
+# --- Initialisation ---------------------------------------------------------------------------------------------------
 
 
-def test_zero_start_predicts_nothing_and_shrinks_the_stream() -> None:
+def test_a_zero_start_predicts_zero_and_decays_the_stream() -> None:
     model = mae()
     unskip.init.zero_branches_(model.encoder, images(2))
     model.zero_start_()
     wiring = unskip.rewire(model.encoder, "decay:0.5")
     result = model(images(), draw())
     assert torch.equal(result.prediction, torch.zeros_like(result.prediction))
-    assert result.loss.item() == pytest.approx(26 / 27, abs=0.01)  # var is over 27 pixels less one
+    assert result.loss.item() == pytest.approx(26 / 27, abs=0.01)  # the unbiased variance of 27 pixels divides by 26
     outputs = model.encode(model.patches(images()), torch.arange(16).expand(5, -1))
     first = model.encoder._pos_embed(model.encoder.patch_embed(images()))  # type: ignore[operator]
     assert torch.allclose(outputs[-1], wiring.effective_decay * first, atol=1e-5)
 
 
-def test_positions_are_sines_that_tell_every_patch_apart() -> None:
+def test_position_codes_are_sines_and_distinct() -> None:
     table = positions(Grid(3, 5, 2, 3, 1), 16)
     assert table.shape == (15, 16)
     assert torch.allclose(table.square().sum(1), torch.full((15,), 8.0))  # sin^2 + cos^2, 16 / 2 times
@@ -212,8 +214,8 @@ def test_positions_are_sines_that_tell_every_patch_apart() -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("long_skips", [False, True])
-def test_gradients_lie_in_memory_as_their_parameters_do(long_skips: bool, channels: int) -> None:
-    """DistributedDataParallel copies, and warns of, any that do not."""
+def test_gradients_have_the_strides_of_their_parameters(long_skips: bool, channels: int) -> None:
+    """Otherwise DistributedDataParallel copies them and warns."""
     model = mae(long_skips, vit(in_chans=channels, final_norm=not long_skips))
     model(images()[:, :channels]).loss.backward()
     for name, parameter in model.named_parameters():
@@ -222,7 +224,7 @@ def test_gradients_lie_in_memory_as_their_parameters_do(long_skips: bool, channe
 
 
 @pytest.mark.full
-def test_it_compiles_without_a_break() -> None:
+def test_it_compiles_without_graph_breaks() -> None:
     model = perturbed(mae())
     with torch.no_grad():
         expected = model(images(), draw()).loss
@@ -272,7 +274,7 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
         (lambda: vit(embed_dim=18), "multiple of 4, got 18"),
     ],
 )
-def test_encoders_that_will_not_do(encoder: Any, message: str) -> None:
+def test_unsuitable_encoders_are_refused(encoder: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         mae(encoder=encoder())
 

@@ -1,4 +1,4 @@
-"""Published checkpoints of MAE: computed as they were, or refused with nothing loaded."""
+"""Published checkpoints of MAE give the same outputs, or are refused without loading anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unskip.models import load_published
 
 
 def attention(x: Tensor, state: dict[str, Tensor], at: str, heads: int = 2) -> Tensor:
-    """One pre-norm block, from a state dict alone."""
+    """A pre-norm block computed from a state dict."""
 
     def linear(value: Tensor, name: str) -> Tensor:
         return value @ state[f"{at}.{name}.weight"].T + state[f"{at}.{name}.bias"]
@@ -32,7 +32,7 @@ def attention(x: Tensor, state: dict[str, Tensor], at: str, heads: int = 2) -> T
 
 
 @pytest.mark.parametrize("as_file", [False, True])
-def test_a_published_checkpoint_computes_what_it_computed(as_file: bool, tmp_path: Path) -> None:
+def test_a_published_checkpoint_gives_the_same_outputs(as_file: bool, tmp_path: Path) -> None:
     state = made_up()
     model = mae(long_skips=False).eval()
     if as_file:
@@ -61,7 +61,7 @@ def test_a_published_checkpoint_computes_what_it_computed(as_file: bool, tmp_pat
         assert torch.allclose(model(x, noise).prediction, rows, atol=1e-4)
 
 
-def test_a_checkpoint_without_a_decoder_fills_the_encoder() -> None:
+def test_a_checkpoint_without_a_decoder_is_loaded_into_the_encoder() -> None:
     model = mae(long_skips=False)
     before = model.decoder.head.weight.clone()
     state = {name: value for name, value in made_up().items() if "decoder" not in name and name != "mask_token"}
@@ -95,7 +95,7 @@ def test_checkpoints_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no long skips"):
         load_published(mae(), made_up())
     (tmp_path / "broken.pth").write_bytes(b"not a checkpoint")
-    (tmp_path / "words.pth").write_bytes(b"hello")  # a pickle's words, by chance
+    (tmp_path / "words.pth").write_bytes(b"hello")  # these bytes happen to be valid pickle opcodes
     for name in ("broken.pth", "words.pth", "missing.pth"):
         with pytest.raises(LoadError, match=name):
             load_published(mae(long_skips=False), tmp_path / name)

@@ -1,4 +1,4 @@
-"""SiT and U-ViT: the published layout, sites and long skips, starts, sizes, and input that does not fit."""
+"""SiT and U-ViT: published checkpoints, sites and long skips, initialisation, sizes, and bad input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def seeded(make: Callable[[], nn.Module], lively: bool = True) -> nn.Module:
     torch.manual_seed(0)
     model = make()
-    if lively:  # gates that are zero hide what lies behind them
+    if lively:  # gates of zero would hide errors in the branches
         for weight in model.parameters():
             nn.init.normal_(weight, std=0.2)
     return model
@@ -45,7 +45,7 @@ def published(depth: int = 3) -> Published:
 
 
 @pytest.mark.parametrize("wrap", ["plain", "model", "ema", "file"])
-def test_a_published_checkpoint_computes_what_it_did(wrap: str, tmp_path: Path) -> None:
+def test_a_published_checkpoint_gives_the_same_outputs(wrap: str, tmp_path: Path) -> None:
     theirs, mine = published(), SiT(**SMALL, depth=3)
     state: Any = theirs.state_dict()
     other = {name: torch.zeros_like(value) for name, value in state.items()}
@@ -58,7 +58,7 @@ def test_a_published_checkpoint_computes_what_it_did(wrap: str, tmp_path: Path) 
         torch.testing.assert_close(mine(*batch()), theirs(*batch()), rtol=1e-5, atol=1e-6)
 
 
-def test_a_checkpoint_of_another_size_is_refused_and_the_model_left_alone() -> None:
+def test_a_checkpoint_of_another_size_is_refused_and_the_model_is_unchanged() -> None:
     mine = SiT(**SMALL, depth=4)
     before = {name: value.clone() for name, value in mine.state_dict().items()}
     with pytest.raises(LoadError, match=r"blocks\.3\..* is missing.*Build the SiT"):
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_another_size_is_refused_and_the_model_left_alone() -> N
 @pytest.mark.parametrize(("name", "sites", "long"), [
     ("sit", 8, 0), ("sit, long skips, even", 12, 2), ("sit, long skips, odd", 10, 2), ("uvit", 10, 0),
 ])  # fmt: skip
-def test_sites_and_long_skips_are_found_as_such(name: str, sites: int, long: int) -> None:
+def test_sites_and_long_skips_are_found(name: str, sites: int, long: int) -> None:
     for lively in (True, False):
         model = seeded(MODELS[name], lively)
         for example in (None, batch()):
@@ -89,7 +89,7 @@ def test_sites_and_long_skips_are_found_as_such(name: str, sites: int, long: int
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_decay_reaches_its_end_in_the_last_block_and_is_what_the_formula_says(name: str) -> None:
+def test_decay_reaches_alpha_min_in_the_last_block_and_matches_the_formula(name: str) -> None:
     model = seeded(MODELS[name])
     inputs = batch()
     plain = model(*inputs).detach()
@@ -107,7 +107,7 @@ def test_decay_reaches_its_end_in_the_last_block_and_is_what_the_formula_says(na
 
 @torch.no_grad()
 def by_hand(model: Any, inputs: tuple[Tensor, Tensor, Tensor], alphas: Any) -> Tensor:
-    """The same model with weighed shortcuts, block by block."""
+    """The forward of the model with weighted shortcuts, block by block."""
     images, time, labels = inputs
     held: list[Tensor] = []
     if isinstance(model, UViT):
@@ -139,7 +139,7 @@ def by_hand(model: Any, inputs: tuple[Tensor, Tensor, Tensor], alphas: Any) -> T
     return patches.permute(0, 5, 1, 3, 2, 4).reshape(len(x), 2, 8, 8)
 
 
-def test_time_and_label_count_and_their_absence_means_data_without_a_label() -> None:
+def test_time_and_label_change_the_output_and_default_to_clean_unlabelled_data() -> None:
     for name in ("sit", "uvit"):
         model = seeded(MODELS[name])
         images, time, labels = batch()
@@ -151,7 +151,7 @@ def test_time_and_label_count_and_their_absence_means_data_without_a_label() -> 
             assert torch.equal(model(images), model(images, torch.ones(3), none))
 
 
-def test_sit_starts_at_zero_and_every_weight_learns() -> None:
+def test_sit_predicts_zero_at_first_and_all_weights_are_trained() -> None:
     model: Any = seeded(MODELS["sit, long skips, odd"], lively=False)
     assert model(*batch()).abs().max() == 0
     for make in MODELS.values():
@@ -161,9 +161,9 @@ def test_sit_starts_at_zero_and_every_weight_learns() -> None:
         assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in lively.parameters())
 
 
-def test_named_sizes_have_the_published_number_of_weights() -> None:
+def test_named_sizes_have_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
-        # The published tables say 33, 130, 458 and 675 million, learned variances included; U-ViT 44 and 501.
+        # Published numbers: 33, 130, 458 and 675 million with learned variances; U-ViT 44 and 501 million.
         for name, millions in (("S/2", 33), ("B/2", 130), ("L/2", 458), ("XL/2", 675)):
             count = sum(weight.numel() for weight in SiT.named(name).parameters())
             assert round(count / 1e6) == pytest.approx(millions, abs=1)
@@ -174,7 +174,7 @@ def test_named_sizes_have_the_published_number_of_weights() -> None:
             SiT.named(wrong)
 
 
-def test_input_that_does_not_fit() -> None:
+def test_input_of_wrong_shapes_is_refused() -> None:
     model = SiT(**SMALL, depth=2)
     images, time, _ = batch()
     for labels in (torch.tensor([0, 6, 1]), torch.tensor([0, -1, 1])):
@@ -198,7 +198,7 @@ def test_input_that_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_saved_and_loaded_with_its_wiring(name: str, tmp_path: Path) -> None:
+def test_save_and_load_with_the_wiring(name: str, tmp_path: Path) -> None:
     model = seeded(MODELS[name])
     wiring = unskip.rewire(model, "decay:0.6", batch())
     unskip.save(model, tmp_path / "model")
@@ -210,7 +210,7 @@ def test_saved_and_loaded_with_its_wiring(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [SiT, UViT])
-def test_a_narrow_stream_has_the_precision_of_autocast(kind: Any) -> None:
+def test_with_narrow_stream_the_stream_has_the_dtype_of_autocast(kind: Any) -> None:
     result = {}
     for narrow in (False, True):
         model: Any = seeded(lambda narrow=narrow: kind(**SMALL, depth=3, narrow=narrow))

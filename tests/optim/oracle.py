@@ -1,4 +1,4 @@
-"""SOAP written once more, straight from its formulas: one matrix, numpy, float64, one step after another."""
+"""A reference implementation of SOAP and Adam from their formulas, for one matrix, in numpy and float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Matrix = NDArray[np.float64]
 
 
 class Soap:
-    """One matrix under SOAP, all of it in float64 and without any stacking.
+    """SOAP on one matrix.
 
-    `bases` gives the first bases where eigenvectors are a matter of choice: the null space of the first statistics.
+    `bases` are the initial bases, for gradients whose statistics have a null space, where eigenvectors are arbitrary.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Soap:
         self.lr, self.betas, self.eps, self.decay, self.every, self.sides = lr, betas, eps, decay, every, sides
         self.bases, self.time = bases, -1
         self.statistics = [np.zeros((size, size)) for size in weight.shape]
-        self.first = np.zeros_like(weight)  # in the original space, unlike the code under test
+        self.first = np.zeros_like(weight)  # in the original space, unlike in the tested code
         self.second = np.zeros_like(weight)
 
     def step(self, gradient: Matrix) -> None:
@@ -78,7 +78,7 @@ class Soap:
 
 
 class Adam:
-    """One vector under Adam with decoupled decay after the step, skipping the first gradient as SOAP does."""
+    """Adam on one vector, with decoupled decay after the step; like SOAP it skips the first gradient."""
 
     def __init__(
         self, weight: Matrix, lr: float = 3e-3, betas: tuple[float, float] = (0.95, 0.95), decay: float = 0.01

@@ -1,4 +1,4 @@
-"""Bases: the blocked orthogonalisation against QR, its orthogonality in the worst cases, and the refresh schedule."""
+"""Eigenbases of SOAP: blocked orthogonalisation against QR, orthogonality in hard cases, and the refresh schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random_basis(rows: int, size: int) -> Tensor:
 
 
 def statistics(kind: str, size: int) -> tuple[Tensor, Tensor]:
-    """L and the basis that the iteration starts from, (2, n, n) each."""
+    """The statistics L and the initial basis of the iteration, (2, n, n) each."""
     if kind == "zero":
         return torch.zeros(2, size, size, dtype=torch.float64), random_basis(2, size)
     if kind == "low rank":
@@ -63,7 +63,7 @@ def test_a_refreshed_basis_is_orthogonal(kind: str, size: int, blocked: bool, mo
 
 @pytest.mark.parametrize("panel", [7, 16, 64])
 @pytest.mark.parametrize("size", [5, 16, 33, 64])
-def test_panels_give_what_qr_gives(panel: int, size: int) -> None:
+def test_blocked_orthogonalisation_matches_qr(panel: int, size: int) -> None:
     rows = torch.randn(3, size, size, dtype=torch.float64) * torch.logspace(0, -3, size, dtype=torch.float64)[:, None]
     ours, theirs = orthonormal_rows_(rows.clone(), panel), torch.linalg.qr(rows.mT).Q.mT
     signs = (ours * theirs).sum(-1, keepdim=True).sign()
@@ -72,7 +72,7 @@ def test_panels_give_what_qr_gives(panel: int, size: int) -> None:
 
 @settings(max_examples=25)
 @given(st.integers(1, 100), st.integers(0, 1000))
-def test_the_inverse_of_a_triangle(size: int, seed: int) -> None:
+def test_the_inverse_of_a_triangular_matrix(size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     factor = torch.randn(2, size, size, generator=generator, dtype=torch.float64).tril()
     factor.diagonal(dim1=-2, dim2=-1).abs_().add_(size**0.5)
@@ -82,7 +82,7 @@ def test_the_inverse_of_a_triangle(size: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("blocked", [False, True])
-def test_refreshes_converge_on_the_eigenvectors(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refreshes_converge_to_the_eigenvectors(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_basis, "_fast_float64", lambda device: blocked)
     values = torch.tensor([5.0, 4.0, 2.0, 1.0, 0.1])
     vectors = random_basis(1, 5).float()
@@ -92,22 +92,22 @@ def test_refreshes_converge_on_the_eigenvectors(blocked: bool, monkeypatch: pyte
     assert torch.allclose((basis @ matrix @ basis.mT)[0], values.diag(), atol=1e-5)
 
 
-def test_the_order_says_where_each_vector_came_from() -> None:
+def test_the_order_has_the_previous_index_of_each_vector() -> None:
     matrix = torch.diag(torch.tensor([1.0, 3.0, 2.0])).double()[None]
     result = refresh(matrix, torch.eye(3).double()[None])
     assert result.order.tolist() == [[1, 2, 0]]
     assert torch.allclose(result.basis.abs(), torch.eye(3).double()[result.order])
 
 
-def test_a_dead_basis_stays() -> None:
+def test_a_basis_with_zero_statistics_does_not_change() -> None:
     basis = random_basis(2, 6)
     result = refresh(torch.zeros(2, 6, 6, dtype=torch.float64), basis)
     assert result.order.tolist() == [list(range(6))] * 2
     assert torch.allclose((result.basis * basis).sum(-1).abs(), torch.ones(2, 6).double())
 
 
-def test_a_basis_that_is_not_orthogonal_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two matrices goes wrong: it keeps the basis it has, the other moves on."""
+def test_a_refresh_without_an_orthogonal_result_keeps_the_old_basis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails for one of two matrices, which keeps its basis; the other is refreshed."""
     matrix, basis = statistics("moving", 20)
 
     def broken(rows: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ many_sides = st.lists(st.tuples(st.integers(2, 400), st.integers(1, 30)), min_si
 
 
 @given(many_sides, st.integers(1, 25), st.booleans())
-def test_every_basis_is_refreshed_once_in_an_interval(sides: list[Side], every: int, stagger: bool) -> None:
+def test_every_basis_is_refreshed_once_per_interval(sides: list[Side], every: int, stagger: bool) -> None:
     steps = refresh_schedule(sides, every, stagger)
     assert len(steps) == every
     seen = sorted(
@@ -144,7 +144,7 @@ def test_every_basis_is_refreshed_once_in_an_interval(sides: list[Side], every: 
 
 
 @given(many_sides, st.integers(STEPS_PER_CHUNK, 25))
-def test_no_step_has_more_than_its_share_and_one_part(sides: list[Side], every: int) -> None:
+def test_refreshes_are_spread_evenly_over_steps(sides: list[Side], every: int) -> None:
     def cost(chunks: list[Chunk]) -> int:
         work = sum((chunk.stop - chunk.start) * chunk.side.size**3 for chunk in chunks)
         return work + sum(WAIT * size for size in {chunk.side.size for chunk in chunks})
@@ -153,6 +153,6 @@ def test_no_step_has_more_than_its_share_and_one_part(sides: list[Side], every: 
     sizes = {side.size for side in sides}
     share = sum(cost([Chunk(side, 0, side.rows) for side in sides if side.size == size]) for size in sizes)
     share /= every // STEPS_PER_CHUNK
-    # A part is at most one and a half shares and one row; the least loaded step has less than all parts' waiting more.
+    # A part costs at most 1.5 shares and one row, which bounds the most and the least expensive step.
     limit = 2.5 * share + max(sizes) ** 3 + WAIT * max(sizes) * (every // STEPS_PER_CHUNK)
     assert max(map(cost, steps)) <= limit

@@ -1,4 +1,4 @@
-"""SOAP and Muon on a GPU: the same trajectory, no word to the host, orthogonal bases at full size."""
+"""SOAP and Muon on a GPU: the same trajectory as on the CPU, no synchronisation, orthogonal bases at full size."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def gradients(shape: tuple[int, ...], steps: int = 50, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 2e-3), ("tf32", 2e-2)])
 @pytest.mark.parametrize("shape", [(48, 48), (80, 48), (48, 80), (300, 280)], ids=str)
-def test_the_trajectory_is_the_formulas(shape: tuple[int, int], precision: str, tolerance: float) -> None:
-    """Tolerances are shares of the way gone, over all entries together."""
+def test_the_trajectory_matches_the_formulas(shape: tuple[int, int], precision: str, tolerance: float) -> None:
+    """Tolerances are relative to the distance from the start, in norm over all entries."""
     grads = gradients(shape)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     param = nn.Parameter(weight.cuda())
@@ -94,7 +94,7 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stagger", [True, False])
-def test_a_step_does_not_wait_for_the_device(state_dtype: str, stagger: bool) -> None:
+def test_a_step_does_not_synchronise_with_the_host(state_dtype: str, stagger: bool) -> None:
     net = model()
     optimizer = SOAP(net.parameters(), state_dtype=state_dtype, stagger=stagger)  # type: ignore[arg-type]
     x, y = torch.randn(16, 32, device="cuda"), torch.zeros(16, dtype=torch.long, device="cuda")
@@ -104,13 +104,15 @@ def test_a_step_does_not_wait_for_the_device(state_dtype: str, stagger: bool) ->
         if step == 12:
             next(net.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
         torch.cuda.synchronize()
-        with no_synchronisation() if step > 1 else contextlib.nullcontext():  # the first two build bases and stacks
+        with (
+            no_synchronisation() if step > 1 else contextlib.nullcontext()
+        ):  # the first two steps build bases and stacks
             optimizer.step()
     assert list(optimizer.skipped().values()) == [1]
     assert all(torch.isfinite(param).all() for param in net.parameters())
 
 
-def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one() -> None:
     def train(net: nn.Module, optimizer: SOAP, steps: range) -> None:
         for step in steps:
             generator = torch.Generator("cuda").manual_seed(step)
@@ -134,10 +136,10 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.03), (torch.bfloat16, 0.15)], ids=str)
-def test_muon_follows_torch(dtype: torch.dtype, tolerance: float) -> None:
+def test_muon_matches_torch(dtype: torch.dtype, tolerance: float) -> None:
     shapes = [(64, 64), (96, 40), (40, 96), (96, 40)]
     generator = torch.Generator("cuda").manual_seed(0)
-    # Small weights: next to large ones, bfloat16 would round the updates away.
+    # Small weights, because in bfloat16 the updates of large ones would be lost in rounding.
     mine = [nn.Parameter(0.01 * torch.randn(s, device="cuda", generator=generator).to(dtype)) for s in shapes]
     theirs = [nn.Parameter(param.detach().clone()) for param in mine]
     first = [param.detach().clone() for param in mine]
@@ -164,8 +166,8 @@ def test_gradients_of_any_size_leave_finite_weights(scale: float) -> None:
     assert all(torch.isfinite(value).all() for value in optimizer.state[param].values())
 
 
-def test_parameters_that_move_are_followed() -> None:
-    """A kernel writes to where a parameter lies; one that was given other memory is found again."""
+def test_parameters_with_new_memory_are_updated() -> None:
+    """Kernels use the addresses of parameters; a parameter whose data was replaced is still updated."""
     net, twin = model(), model()
     optimizers = [SOAP(net.parameters()), SOAP(twin.parameters())]
     for step in range(8):
@@ -181,7 +183,7 @@ def test_parameters_that_move_are_followed() -> None:
         assert torch.equal(a, b)
 
 
-def test_kernels_compute_what_their_plain_forms_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_match_their_torch_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

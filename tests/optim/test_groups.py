@@ -1,4 +1,4 @@
-"""Parameter groups: every parameter once, by what it is, over models of several libraries; and `build`."""
+"""Parameter groups: the role of each parameter in models of several libraries; and `build`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_roles_of_a_vit() -> None:
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
-def test_decay_of_the_blocks_takes_their_biases_and_nothing_outside(library: str) -> None:
+def test_decays_blocks_includes_biases_but_no_norms(library: str) -> None:
     model = vit() if library == "timm" else torchvision.models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=5)
     results = {row.name for row in groups(model, decays="blocks") if row.decays}
     blocks = [name for name, _ in model.named_parameters() if name.startswith(("blocks.", "encoder.layers."))]
@@ -48,7 +48,7 @@ def test_decay_of_the_blocks_takes_their_biases_and_nothing_outside(library: str
     assert any(name.endswith("bias") for name in results)
 
 
-def test_a_bias_of_a_block_shrinks_with_its_weight() -> None:
+def test_decays_blocks_decays_biases_as_weights() -> None:
     model = vit()
     optimizer = build(model, "adamw", 0.1, 0.5, decays="blocks")
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -74,7 +74,7 @@ MODELS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_parameter_is_assigned_once(name: str) -> None:
+def test_every_parameter_is_in_exactly_one_group(name: str) -> None:
     with torch.device("meta"):
         model = MODELS[name]()
     table = groups(model)
@@ -105,7 +105,7 @@ def test_tied_weights_count_once() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(table)
 
 
-def test_a_head_tied_to_an_embedding_is_one_whichever_stands_first() -> None:
+def test_a_head_tied_to_an_embedding_has_the_same_role_in_any_order() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -124,7 +124,7 @@ class Experts(nn.Module):
         self.up, self.down = nn.Parameter(torch.randn(4, 6, 8)), nn.Parameter(torch.randn(4, 8, 6))
 
 
-def test_experts_are_matrices_of_their_own() -> None:
+def test_each_expert_is_a_separate_matrix() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList(Experts() for _ in range(2)), "head": nn.Linear(6, 3)})
     result = {row.name: (row.role, row.blocks) for row in groups(model) if row.param.ndim == 3}
     assert set(result.values()) == {("hidden", 4)}
@@ -189,16 +189,16 @@ def test_layer_wise_decay_needs_layers() -> None:
     assert {row.lr for row in groups(model, layer_decay=1.0)} == {1.0}
 
 
-def test_layer_wise_decay_where_timms_numbers_say_nothing() -> None:
+def test_layer_wise_decay_if_timm_has_no_layer_numbers() -> None:
     with torch.device("meta"):
-        model = timm.create_model("levit_128s")  # its group_matcher looks for blocks, and it has stages
+        model = timm.create_model("levit_128s")  # its group_matcher expects blocks, but it has stages
     rates = {row.name: row.lr for row in groups(model, layer_decay=0.5)}
     assert rates["stem.conv1.linear.weight"] < rates["stages.0.blocks.0.attn.qkv.linear.weight"]
     assert rates["stages.0.blocks.0.attn.qkv.linear.weight"] < rates["stages.2.blocks.0.attn.qkv.linear.weight"]
     assert rates["stages.2.blocks.0.attn.qkv.linear.weight"] < rates["head.linear.weight"] == 1
 
 
-def test_layer_wise_decay_is_timms() -> None:
+def test_layer_wise_decay_matches_timm() -> None:
     from timm.optim._param_groups import param_groups_layer_decay
 
     model = vit()
@@ -210,12 +210,12 @@ def test_layer_wise_decay_is_timms() -> None:
         assert row.lr == pytest.approx(theirs[id(row.param)]), row.name
 
 
-def test_qkv_is_split_by_what_stands_beside_it() -> None:
+def test_qkv_is_split_by_its_sibling_modules() -> None:
     model = vit()
     assert [row.name for row in groups(model, split_qkv=True) if row.blocks == 3] == [
         f"blocks.{i}.attn.qkv.weight" for i in range(3)
     ]
-    # an MLP of ratio 3 has the same shape and is left whole
+    # an MLP of ratio 3 has the same shape and is not split
     assert not any("fc1" in row.name for row in groups(vit(mlp_ratio=3), split_qkv=True) if row.blocks > 1)
     other = torchvision.models.VisionTransformer(32, 8, 1, 2, 24, 48)
     assert [row.name for row in groups(other, split_qkv=True) if row.blocks == 3] == [
@@ -247,7 +247,7 @@ def test_build_trains(name: str) -> None:
         assert decays["head.weight"] == 0.05
 
 
-def test_build_makes_what_its_name_says() -> None:
+def test_build_returns_the_named_optimizer() -> None:
     model = vit()
     assert type(build(model, "AdamW", lr=1e-3)) is torch.optim.AdamW
     assert type(build(model, "soap", lr=1e-3, refresh_every=5)) is SOAP
@@ -262,7 +262,7 @@ def test_build_makes_what_its_name_says() -> None:
 
 
 @pytest.mark.parametrize("name", ["soap", "muon"])
-def test_a_rate_may_be_a_tensor(name: str) -> None:
+def test_the_learning_rate_may_be_a_tensor(name: str) -> None:
     plain, tensor = (build(vit(), name, lr=lr, layer_decay=0.5) for lr in (1e-3, torch.tensor(1e-3)))
     assert len(plain.param_groups) == len(tensor.param_groups)
     for one, other in zip(plain.param_groups, tensor.param_groups, strict=True):
@@ -270,14 +270,14 @@ def test_a_rate_may_be_a_tensor(name: str) -> None:
         assert one["lr"] == pytest.approx(float(other["lr"]))
 
 
-def test_wrapped_models_are_looked_through() -> None:
+def test_wrapped_models_have_the_groups_of_the_inner_model() -> None:
     model = vit()
     names = [row.name for row in groups(model)]
     assert [row.name for row in groups(torch.compile(model))] == names  # type: ignore[arg-type]
     assert [row.name for row in groups(nn.DataParallel(model))] == names
 
 
-def test_muon_leaves_a_weight_of_one_row_to_adamw() -> None:
+def test_muon_uses_adamw_for_a_weight_of_one_row() -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
     optimizer = build(model, "muon", lr=1e-2)
     used = {id(param): group["use"] for group in optimizer.param_groups for param in group["params"]}

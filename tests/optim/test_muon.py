@@ -18,7 +18,7 @@ SHAPES = [(8, 8), (12, 5), (5, 12), (12, 5), (8, 8)]
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw", "spectral_unclamped"])
-def test_fifty_steps_follow_torch(nesterov: bool, adjust: Any) -> None:
+def test_fifty_steps_match_torch(nesterov: bool, adjust: Any) -> None:
     grads = [gradients(shape, seed=i, dtype=torch.float32) for i, shape in enumerate(SHAPES)]
     mine = [start(shape, torch.float32, seed=i) for i, shape in enumerate(SHAPES)]
     theirs = copy.deepcopy(mine)
@@ -26,12 +26,12 @@ def test_fifty_steps_follow_torch(nesterov: bool, adjust: Any) -> None:
     ours = run(Muon(mine, **options), list(zip(mine, grads, strict=True)), range(50))
     torchs = run(torch.optim.Muon(theirs, **options), list(zip(theirs, grads, strict=True)), range(50))
     for a, b in zip(ours[0], torchs[0], strict=True):
-        assert torch.allclose(a, b, atol=2e-3)  # one bfloat16 rounding of an update of 0.02
+        assert torch.allclose(a, b, atol=2e-3)  # the bfloat16 rounding of an update of 0.02
     for a, b in zip(ours[-1], torchs[-1], strict=True):
         assert (a - b).norm() < 0.02 * (b - start(tuple(b.shape), torch.float32)).norm()
 
 
-def test_groups_of_adamw_are_adamw() -> None:
+def test_adamw_groups_match_adamw() -> None:
     shapes = [(5,), (3, 4), ()]
     grads = [gradients(shape, seed=i, dtype=torch.float32) for i, shape in enumerate(shapes)]
     mine = [start(shape, torch.float32, seed=i) for i, shape in enumerate(shapes)]
@@ -46,7 +46,7 @@ def test_groups_of_adamw_are_adamw() -> None:
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_splits_and_filters_are_matrices() -> None:
+def test_split_parameters_and_filters_are_updated_as_matrices() -> None:
     whole, grads = start((12, 4), torch.float32), gradients((12, 4), dtype=torch.float32)
     parts = [nn.Parameter(part.clone()) for part in whole.detach().split(4)]
     conv = nn.Parameter(whole.detach().reshape(12, 2, 2).clone())
@@ -60,7 +60,7 @@ def test_splits_and_filters_are_matrices() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(dtype: torch.dtype) -> None:
     shapes = [(6, 4), (4, 6), (6, 4), (5,)]
     grads = [gradients(shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
 
@@ -83,7 +83,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype) -> None:
     assert same(resumed.state_dict(), whole.state_dict())
 
 
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+def test_a_parameter_without_a_gradient_does_not_change() -> None:
     a, b = start((4, 4), torch.float32), start((4, 4), torch.float32, seed=2)
     grads = gradients((4, 4), dtype=torch.float32)
     optimizer = Muon([a, b, start((3, 5), torch.float32)])
@@ -100,7 +100,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     assert not torch.equal(b, before)
 
 
-def test_vectors_are_refused_by_name_of_their_shape() -> None:
+def test_vectors_are_refused_with_their_shape() -> None:
     with pytest.raises(BadInput, match="use='adamw'"):
         Muon([start((5,))])
     with pytest.raises(BadInput, match="use must be"):
@@ -115,7 +115,7 @@ def test_vectors_are_refused_by_name_of_their_shape() -> None:
         Muon([start((5, 5))], splits={start((6, 6)): 3})
 
 
-def test_a_refusal_leaves_every_group_alone() -> None:
+def test_an_error_in_one_group_changes_no_group() -> None:
     param, table = start((5, 4), torch.float32), nn.Embedding(5, 3, sparse=True)
     optimizer = Muon([{"params": [param]}, {"params": list(table.parameters()), "use": "adamw"}])
     table(torch.tensor([1])).sum().backward()

@@ -1,4 +1,4 @@
-"""Schedules: closed forms, ends, and torch's own schedulers."""
+"""Schedules: closed forms, their ends, and use with torch's schedulers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_closed_forms() -> None:
 
 
 @given(st.integers(1, 100), st.integers(0, 20), st.floats(0, 1))
-def test_it_rises_to_one_in_the_warm_up_and_falls_to_the_floor(total: int, warmup: int, floor: float) -> None:
+def test_the_factor_rises_to_one_in_warmup_and_falls_to_the_floor(total: int, warmup: int, floor: float) -> None:
     values = [warmup_cosine(t, total=total + warmup, warmup=warmup, floor=floor) for t in range(total + warmup + 3)]
     assert values[:warmup] == sorted(values[:warmup])
     assert all(0 < value <= 1 for value in values[:warmup])
     assert values[warmup:] == sorted(values[warmup:], reverse=True)
-    assert values[-4:] == pytest.approx([floor] * 4)  # and stays there
+    assert values[-4:] == pytest.approx([floor] * 4)  # and is constant afterwards
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -37,7 +37,7 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.1, weight_decay=0.05)
 
 
-def test_apply_keeps_the_ratio_of_the_groups_and_the_groups_without_decay() -> None:
+def test_apply_keeps_the_ratios_of_groups_and_groups_without_decay() -> None:
     one = optimizer()
     for factor in (0.5, 0.25):
         schedules.apply(one, lr=factor, weight_decay=0.4 * factor)
@@ -45,8 +45,8 @@ def test_apply_keeps_the_ratio_of_the_groups_and_the_groups_without_decay() -> N
     assert [group["weight_decay"] for group in one.param_groups] == [0.1, 0.0]
 
 
-def test_a_warm_up_may_take_the_whole_run() -> None:
-    """LambdaLR asks for one step more than there are: the factor stays where it is."""
+def test_warmup_may_last_the_whole_run() -> None:
+    """LambdaLR evaluates one step after the last, for which the factor is constant."""
     assert [warmup_cosine(t, total=4, warmup=4) for t in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
     assert [warmup_cosine(t, total=2, warmup=4) for t in range(6)] == [0.25, 0.5, 0.5, 0.5, 0.5, 0.5]
 

@@ -1,4 +1,4 @@
-"""SOAP's trajectory: against float64 formulas, against pytorch_optimizer, and what it does with odd parameters."""
+"""Trajectories of SOAP against float64 formulas and pytorch_optimizer, for matrices, vectors and other shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unskip.optim import SOAP
 
 
 def bases_of(optimizer: SOAP, param: Tensor) -> list[Any]:
-    """The optimizer's bases as the oracle wants them: vectors in columns, None for the identity."""
+    """The bases of the optimizer in the format of the oracle: eigenvectors in columns, None for the identity."""
     state = optimizer.state[param]
     return [state[f"{side}_basis"][0].double().mT.numpy() if side in state else None for side in ("left", "right")]
 
@@ -28,13 +28,13 @@ SHAPES = [(6, 6), (2, 2), (4, 9), (16, 3), (24, 24), (33, 20), (20, 33)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=str)
-def test_fifty_steps_follow_the_formulas(shape: tuple[int, int], dtype: torch.dtype, tolerance: float) -> None:
+def test_fifty_steps_match_the_formulas(shape: tuple[int, int], dtype: torch.dtype, tolerance: float) -> None:
     grads = gradients(shape, dtype=dtype)
     param = start(shape, dtype)
     optimizer = SOAP([param], stagger=False)
     first = param.detach().double().numpy().copy()
     ours = run(optimizer, [(param, grads)], range(1))
-    # A tall or wide first gradient has a null space, where eigenvectors are a matter of choice: both start from ours.
+    # The statistics of a tall or wide first gradient have a null space with arbitrary eigenvectors, so both use ours.
     oracle = Soap(first, bases=None)
     oracle.step(grads[0].double().numpy())
     mine = bases_of(optimizer, param)
@@ -54,7 +54,7 @@ def test_fifty_steps_follow_the_formulas(shape: tuple[int, int], dtype: torch.dt
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fifty_steps_follow_pytorch_optimizer(shape: tuple[int, int]) -> None:
+def test_fifty_steps_match_pytorch_optimizer(shape: tuple[int, int]) -> None:
     grads = gradients(shape, dtype=torch.float32)
     mine, theirs = start(shape, torch.float32), start(shape, torch.float32)
     ours, peer = SOAP([mine], stagger=False), Peer([theirs])
@@ -66,19 +66,19 @@ def test_fifty_steps_follow_pytorch_optimizer(shape: tuple[int, int]) -> None:
         assert torch.allclose(x[0], y[0], atol=2e-5, rtol=0), step
 
 
-def test_many_shapes_at_once_are_each_their_own_trajectory() -> None:
+def test_parameters_of_many_shapes_have_independent_trajectories() -> None:
     shapes = [(8, 5), (5, 8), (8, 5), (7,), (8, 5), (1, 4, 6), (3, 2, 2, 2), (), (1, 1, 5), (2, 9)]
     grads = [gradients(shape, seed=seed) for seed, shape in enumerate(shapes)]
     params = [start(shape, seed=seed) for seed, shape in enumerate(shapes)]
     together = copy.deepcopy(params)
-    # Alone, a matrix is refreshed in another step of the interval, so only unstaggered runs compare.
+    # A single matrix is refreshed in another step of the interval, so only runs without staggering are comparable.
     run(SOAP(together, stagger=False), list(zip(together, grads, strict=True)), range(STEPS))
     for param, grad, other in zip(params, grads, together, strict=True):
         run(SOAP([param], stagger=False), [(param, grad)], range(STEPS))
         assert torch.allclose(other, param, atol=1e-9), param.shape
 
 
-def test_vectors_are_adam() -> None:
+def test_vectors_match_adam() -> None:
     shapes = [(7,), (), (1, 1, 5), (1, 6), (6, 1)]
     params = [start(shape, seed=seed) for seed, shape in enumerate(shapes)]
     grads = [gradients(shape, seed=seed) for seed, shape in enumerate(shapes)]
@@ -113,7 +113,7 @@ def test_sides(options: dict[str, Any], sides: tuple[bool, bool]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(12, 4), (3, 5, 4)], ids=str)
-def test_a_split_parameter_is_as_many_matrices(shape: tuple[int, ...]) -> None:
+def test_a_split_parameter_matches_separate_matrices(shape: tuple[int, ...]) -> None:
     whole, grads = start(shape), gradients(shape)
     parts = [nn.Parameter(part.clone()) for part in whole.detach().chunk(3)]
     run(SOAP([whole], splits={whole: 3}), [(whole, grads)], range(30))
@@ -125,7 +125,7 @@ def test_a_split_parameter_is_as_many_matrices(shape: tuple[int, ...]) -> None:
         SOAP([whole], splits={start((3, 3)): 3})
 
 
-def test_a_convolution_is_a_matrix_of_its_filters() -> None:
+def test_a_convolution_matches_a_matrix_of_filters() -> None:
     conv, grads = start((8, 3, 2, 2)), gradients((8, 3, 2, 2))
     flat = nn.Parameter(conv.detach().reshape(8, 12).clone())
     run(SOAP([conv]), [(conv, grads)], range(30))
@@ -133,8 +133,8 @@ def test_a_convolution_is_a_matrix_of_its_filters() -> None:
     assert torch.equal(conv.reshape(8, 12), flat)
 
 
-def test_a_basis_can_begin_from_a_gradient_of_zero() -> None:
-    """As under zero-initialised branches: the first gradient is nothing, the next ones are ill-conditioned."""
+def test_the_first_gradient_may_be_zero() -> None:
+    """As with zero-initialised branches: the first gradient is zero, and the next ones are ill-conditioned."""
     grads = gradients((20, 20), steps=1, dtype=torch.float32).expand(300, -1, -1).clone()
     grads[0] = 0
     param = start((20, 20), torch.float32)

@@ -1,4 +1,4 @@
-"""SOAP under gradients that are not finite, pauses, late parameters and wrong options."""
+"""SOAP with non-finite gradients, parameters that get gradients only at times, and bad options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unskip.optim import SOAP, Muon, _kernels
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
 @pytest.mark.parametrize("shape", [(5, 4), (6,)], ids=str)
-def test_a_gradient_that_is_not_finite_is_masked_and_counted(value: float, shape: tuple[int, ...]) -> None:
+def test_non_finite_gradients_are_masked_and_counted(value: float, shape: tuple[int, ...]) -> None:
     good, bad = start(shape), start(shape, seed=2)
     grads = gradients(shape)
     optimizer = SOAP([("good", good), ("bad", bad)])
@@ -30,7 +30,7 @@ def test_a_gradient_that_is_not_finite_is_masked_and_counted(value: float, shape
     assert not torch.equal(good, other)
     assert torch.equal(optimizer.state[bad]["step"], kept["step"])
     for name in ("exp_avg", "exp_avg_sq"):
-        # a refresh in the same step may have turned the moments with their basis
+        # a refresh in this step may have rotated the moments together with their basis
         if name in kept and len(shape) == 1:
             assert torch.equal(optimizer.state[bad][name], kept[name])
     assert optimizer.skipped() == {"bad": 1}
@@ -50,7 +50,9 @@ def test_gradients_of_any_size_leave_finite_weights(scale: float) -> None:
 
 
 @pytest.mark.parametrize("vectors", [torch.full((4, 4), torch.nan), torch.ones(4, 4)], ids=["nan", "alike"])
-def test_a_solver_that_fails_leaves_the_axes(monkeypatch: pytest.MonkeyPatch, vectors: torch.Tensor) -> None:
+def test_a_failed_eigendecomposition_leaves_the_identity(
+    monkeypatch: pytest.MonkeyPatch, vectors: torch.Tensor
+) -> None:
     param, grads = start((4, 4), torch.float32), gradients((4, 4)).float()
     optimizer = SOAP([param])
     with monkeypatch.context() as patched:
@@ -65,14 +67,14 @@ def test_a_solver_that_fails_leaves_the_axes(monkeypatch: pytest.MonkeyPatch, ve
 
 
 def test_a_direction_stays_within_float16() -> None:
-    """A refresh may leave a first moment where the second is nothing; in float16 such a direction must not overflow."""
+    """After a refresh the second moment may be zero where the first is not; in float16 this must not overflow."""
     gradient, first, second = torch.zeros(1, 2, 2), torch.ones(1, 2, 2), torch.zeros(1, 2, 2)
     factors = torch.tensor([0.0, 0.0, -1.0, 1.0, 1.0])[:, None]
     direction = _kernels.adam(gradient, first, second, factors, 1e-8, torch.float16)
     assert torch.equal(direction, torch.full((1, 2, 2), 65504, dtype=torch.float16))
 
 
-def test_a_masked_step_never_happened() -> None:
+def test_a_masked_step_has_no_effect() -> None:
     """Without refreshes, a run with one bad gradient equals the run without that step."""
     grads = gradients((5, 4), steps=20)
     broken = torch.cat([grads[:9], torch.full((1, 5, 4), torch.nan, dtype=torch.float64), grads[9:]])
@@ -82,7 +84,7 @@ def test_a_masked_step_never_happened() -> None:
     assert torch.allclose(one, other, atol=1e-12)
 
 
-def test_a_refusal_in_one_group_leaves_the_others_alone() -> None:
+def test_an_error_in_one_group_changes_no_other_group() -> None:
     param, table = start((5, 4)), nn.Embedding(5, 3, sparse=True)
     grads = gradients((5, 4))
     optimizer = SOAP([{"params": [param]}, {"params": list(table.parameters())}])
@@ -96,8 +98,8 @@ def test_a_refusal_in_one_group_leaves_the_others_alone() -> None:
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_a_pause_changes_nothing(state_dtype: Any) -> None:
-    """Beside one of its shape that goes on: without refreshes, steps without a gradient never happened."""
+def test_steps_without_a_gradient_have_no_effect(state_dtype: Any) -> None:
+    """While a parameter of the same shape is updated in all steps. Without refreshes."""
     paused, twin, other = (start((6, 4), torch.float32, seed) for seed in (1, 1, 2))
     grads = gradients((6, 4), dtype=torch.float32)
     options: dict[str, Any] = {"refresh_every": 1000, "stagger": False, "state_dtype": state_dtype}
@@ -111,7 +113,7 @@ def test_a_pause_changes_nothing(state_dtype: Any) -> None:
     assert torch.equal(paused, twin)
 
 
-def test_the_interval_may_change_on_the_way() -> None:
+def test_the_refresh_interval_may_change_in_training() -> None:
     param, grads = start((5, 4)), gradients((5, 4))
     optimizer = SOAP([param], refresh_every=5, stagger=False)
     bases = []
@@ -123,7 +125,7 @@ def test_the_interval_may_change_on_the_way() -> None:
     assert changed == [5, 10, 15, 20, 24, 36, 48]
 
 
-def test_a_parameter_may_come_late_or_pause() -> None:
+def test_parameters_may_get_their_first_gradient_late_or_miss_some() -> None:
     early, late, paused = start((5, 4)), start((5, 4), seed=2), start((3,), seed=3)
     grads, short = gradients((5, 4)), gradients((3,))
     optimizer = SOAP([early, late, paused])
@@ -161,7 +163,7 @@ def test_wrong_options_are_named(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", [SOAP, Muon])
 def test_sharded_parameters_are_refused(kind: Any) -> None:
     param: Any = start((4, 4))
-    param.device_mesh = None  # which a DTensor has
+    param.device_mesh = None  # an attribute of DTensor
     with pytest.raises(BadInput, match="no whole matrix on any rank"):
         kind([param])
 

@@ -1,4 +1,4 @@
-"""The state of SOAP: resumed bit for bit, small, and checked; and in company of scalers, schedulers and autocast."""
+"""The state of SOAP: exact resume, memory, and checks; and use with gradient scalers, schedulers and clipping."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ SET = [(6, 4), (4, 6), (6, 4), (5,), (1, 3, 4), (12, 4), ()]
         (torch.bfloat16, "bfloat16", "memory"),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(dtype: torch.dtype, state_dtype: Any, way: str, tmp_path: Any) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    dtype: torch.dtype, state_dtype: Any, way: str, tmp_path: Any
+) -> None:
     def fresh() -> tuple[list[nn.Parameter], SOAP]:
         params = [start(shape, dtype, seed) for seed, shape in enumerate(SET)]
         return params, SOAP(params, state_dtype=state_dtype, splits={params[5]: 3})
@@ -83,7 +85,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         SOAP([start((6, 4))]).load_state_dict(optimizer.state_dict())
 
 
-def test_state_is_float32_and_no_more_than_the_peer_holds() -> None:
+def test_the_state_is_float32_and_not_larger_than_that_of_pytorch_optimizer() -> None:
     param, twin = start((48, 32), torch.float32), start((48, 32), torch.float32)
     grads = gradients((48, 32), dtype=torch.float32)
     sizes = {}
@@ -103,7 +105,7 @@ def test_state_is_float32_and_no_more_than_the_peer_holds() -> None:
     assert sizes["bfloat16"] < 0.6 * sizes["float32"]
 
 
-def test_a_bfloat16_state_follows_the_float32_one() -> None:
+def test_a_bfloat16_state_gives_nearly_the_same_weights() -> None:
     shape = (24, 24)
     full, half, grads = start(shape, torch.float32), start(shape, torch.float32), gradients(shape, dtype=torch.float32)
     first = full.detach().clone()
@@ -112,7 +114,7 @@ def test_a_bfloat16_state_follows_the_float32_one() -> None:
     assert (full - half).norm() < 0.1 * (full - first).norm()
 
 
-# --- Company ----------------------------------------------------------------------------------------------------------
+# --- With clipping, scalers and schedulers ----------------------------------------------------------------------------
 
 
 def small_model() -> nn.Module:
@@ -126,9 +128,9 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def test_clipping_and_accumulation() -> None:
-    """Two half batches, clipped, give what the whole batch gives."""
+    """Two accumulated half batches, clipped, match the whole batch."""
     models = [small_model(), small_model()]
-    # The larger side of a small gradient has a null space, whose eigenvectors rounding decides: it has no basis here.
+    # The larger side has no basis here: its statistics have a null space, whose eigenvectors depend on rounding.
     optimizers = [SOAP(model.parameters(), lr=0.01, max_dim=6) for model in models]
     for step in range(15):
         x, y = batch(step)
@@ -159,7 +161,7 @@ def test_grad_scaler_steps_and_skips() -> None:
         if step == 3:
             assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
         scaler.update()
-    assert optimizer.skipped() == {}  # the scaler left that step out itself
+    assert optimizer.skipped() == {}  # the scaler skipped the step, not the optimizer
     assert {float(state["step"]) for state in optimizer.state.values()} == {4}
 
 
@@ -180,7 +182,7 @@ def test_schedulers_and_tensor_rates() -> None:
         assert torch.allclose(p, q, atol=1e-12)
 
 
-def test_a_rehearsed_refresh_leaves_no_trace() -> None:
+def test_a_rehearsed_refresh_changes_nothing() -> None:
     params = [start((6, 4)), start((4, 6), seed=2), start((5,), seed=3)]
     optimizer = SOAP(params, refresh_every=3)
     run(optimizer, [(param, gradients(tuple(param.shape))) for param in params], range(5))

@@ -1,4 +1,4 @@
-"""Trajectories of an optimizer under gradients that are given."""
+"""Runs an optimizer with given gradients and returns its trajectory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = 50
 
 
 def gradients(shape: tuple[int, ...], steps: int = STEPS, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Noise with a spectrum on both sides, and a part that stays: (steps, *shape)."""
+    """Noise with a decaying spectrum on both sides, plus a constant part: (steps, *shape)."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(steps, *shape, generator=generator, dtype=torch.float64)
     for axis, size in enumerate(shape):
