@@ -1,20 +1,20 @@
-"""Small models without dropout, so that two ways of training them can be compared. All their weights are random."""
+"""Small models without dropout, so that two ways of training are comparable. All weights are random."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from tests.zoo.families import liven
+from tests.zoo.families import randomise_
 from torch import Tensor, nn
 
 
 def build(make: Callable[[], nn.Module]) -> nn.Module:
-    """A seeded model in evaluation mode, the same every time."""
+    """A model in evaluation mode, with the same seed in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = make()
-        liven(model)
+        randomise_(model)
     return model.eval()
 
 
@@ -38,7 +38,7 @@ def gpt2() -> nn.Module:
 
     sizes = {"vocab_size": 32, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    # No token ends the text, so that every text has the length that was asked for.
+    # Without an end-of-text token all samples have the requested length.
     return build(lambda: GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=None)))
 
 

@@ -1,4 +1,4 @@
-"""What every rank of a group does to a rewired model; test_distributed.py starts it and checks what it leaves.
+"""Trains rewired models on each rank; test_distributed.py starts it and checks the files that it writes.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.tools.ranks FOLDER
 """
@@ -39,7 +39,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, wiring: Wiring, x: Tensor, y: Tensor, optimizer: Any = None, backward: Any = None) -> None:
-    """STEPS steps of gradient descent; the annealed weights move with them."""
+    """STEPS steps of gradient descent, with a wiring.step in each."""
     model.train()
     optimizer = optimizer or optimizer_of(model)
     for step in range(STEPS):
@@ -52,7 +52,7 @@ def train(model: nn.Module, wiring: Wiring, x: Tensor, y: Tensor, optimizer: Any
 
 @functools.cache
 def single(rule: Any) -> dict[str, Tensor]:
-    """The weights that one process has after training on the whole batch."""
+    """The weights after one process has trained on the whole batch."""
     model = vit()
     train(model, unskip.rewire(model, rule), images(BATCH), labels(BATCH))
     return model.state_dict()
@@ -89,7 +89,7 @@ def sharded(rule: Any, mesh: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     model = vit()
     wiring = unskip.rewire(model, rule)
     shard(model, mesh)
-    # Before any forward: after one, the root's parameters are gathered, and those are not the ones to train.
+    # The optimizer is built before any forward, after which the root has gathered parameters instead of sharded ones.
     optimizer = optimizer_of(model)
     with torch.no_grad():
         first = model(images(BATCH))
@@ -97,8 +97,8 @@ def sharded(rule: Any, mesh: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     return {"output": first, "weights": {name: p.full_tensor() for name, p in model.state_dict().items()}}
 
 
-def handled(mesh: Any, blocks: bool) -> dict[str, Any]:
-    """What the handle says and does once the model is sharded, block by block or only as a whole."""
+def handle_of_a_sharded_model(mesh: Any, blocks: bool) -> dict[str, Any]:
+    """Results or errors of the wiring's methods on a sharded model, sharded block by block or only as a whole."""
     model, x = vit(), images(BATCH)
     wiring = unskip.rewire(model, Decay(0.3))
     shard(model, mesh, blocks)
@@ -113,7 +113,7 @@ def handled(mesh: Any, blocks: bool) -> dict[str, Any]:
     return told
 
 
-def late(mesh: Any) -> str:
+def rewire_after_sharding(mesh: Any) -> str:
     model = vit()
     shard(model, mesh)
     try:
@@ -132,8 +132,11 @@ def main(folder: Path) -> None:
         "ddp": {name: ddp(rule, x, y) for name, rule in RULES.items()},
         "accelerate": {name: accelerated(RULES[name], x, y) for name in ("decay", "cut")},
         "fsdp": {name: sharded(RULES[name], mesh, x, y) for name in ("keep", "decay", "cut", "learn channel")},
-        "handled": {"blocks": handled(mesh, True), "whole": handled(mesh, False)},
-        "late": late(mesh),
+        "handle_of_a_sharded_model": {
+            "blocks": handle_of_a_sharded_model(mesh, True),
+            "whole": handle_of_a_sharded_model(mesh, False),
+        },
+        "rewire_after_sharding": rewire_after_sharding(mesh),
     }
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

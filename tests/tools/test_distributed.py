@@ -1,4 +1,4 @@
-"""Data-parallel training of rewired models: two processes do together what one does alone."""
+"""Data-parallel training of rewired models: two processes match one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the two ranks found; one start for all tests."""
+    """The results of the two ranks, computed once for all tests."""
     folder = tmp_path_factory.mktemp("ranks")
     on_ranks(2, folder, lambda: main(folder))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
@@ -40,11 +40,11 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_ddp_trains_as_one_process_does(ranks: list[dict[str, Any]], rule: str) -> None:
+def test_ddp_matches_one_process(ranks: list[dict[str, Any]], rule: str) -> None:
     first, second = (found["ddp"][rule] for found in ranks)
     assert same(first, second)
     assert distance(first, single(RULES[rule])) < CLOSE
-    if "learn" not in rule:  # they have keys of their own
+    if "learn" not in rule:  # Learn adds keys
         assert distance(first, vit().state_dict()) > 1e-2
     if rule in ("decay", "cut", "anneal"):
         assert distance(first, ranks[0]["ddp"]["keep"]) > 1e-2
@@ -57,7 +57,7 @@ def test_ddp_trains_learned_weights(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("rule", ["decay", "cut"])
-def test_accelerate_trains_on_two_processes(ranks: list[dict[str, Any]], rule: str) -> None:
+def test_accelerate_on_two_processes_matches_one(ranks: list[dict[str, Any]], rule: str) -> None:
     first, second = (found["accelerate"][rule] for found in ranks)
     assert same(first, second)
     assert distance(first, single(RULES[rule])) < CLOSE
@@ -77,11 +77,13 @@ def test_fully_shard_computes_and_trains_the_rewired_model(ranks: list[dict[str,
 
 
 def test_a_sharded_model_is_refused(ranks: list[dict[str, Any]]) -> None:
-    assert all("Rewire the plain model first, then call fully_shard" in found["late"] for found in ranks)
+    assert all(
+        "Rewire the plain model first, then call fully_shard" in found["rewire_after_sharding"] for found in ranks
+    )
 
 
 @pytest.mark.parametrize("way", ["whole", "blocks"])
-def test_the_handle_works_or_refuses_once_the_model_is_sharded(ranks: list[dict[str, Any]], way: str) -> None:
+def test_the_wiring_of_a_sharded_model_works_or_refuses(ranks: list[dict[str, Any]], way: str) -> None:
     model = vit()
     outputs = {"plain": model(images(BATCH))}
     wiring = unskip.rewire(model, Decay(0.3))
@@ -89,13 +91,13 @@ def test_the_handle_works_or_refuses_once_the_model_is_sharded(ranks: list[dict[
     wiring.set(Cut())
     outputs["cut"] = model(images(BATCH))
     for found in ranks:
-        told = found["handled"][way]
+        told = found["handle_of_a_sharded_model"][way]
         assert told["alphas"] == alphas
         before = "decay"
         for action, after in (("set", "cut"), ("undo", "plain")):
             if told[action] == "done":
                 before = after
-            else:  # a refusal says why, and leaves the model as it was
+            else:  # refused with a reason, and the model is unchanged
                 assert "FSDP" in told[action] or "fully_shard" in told[action]
             assert torch.allclose(told[f"{action}: output"], outputs[before], atol=CLOSE)
         if way == "whole":  # the blocks keep their classes
@@ -107,7 +109,7 @@ def test_the_handle_works_or_refuses_once_the_model_is_sharded(ranks: list[dict[
 
 @pytest.fixture
 def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An Accelerator on the CPU whose shared state is gone afterwards."""
+    """An Accelerator on the CPU. Its shared state is reset afterwards."""
     accelerate = pytest.importorskip("accelerate")
     from accelerate.state import AcceleratorState
 
@@ -150,12 +152,12 @@ def test_accelerate_accumulates_gradients(accelerator: Any) -> None:
     assert distance(model.state_dict(), vit().state_dict()) > 1e-3
 
 
-# accelerate puts a forward of its own on the model, around that of the class it has then.
+# accelerate sets an instance attribute `forward` that wraps the forward of the current class.
 @pytest.mark.parametrize("accelerator", [{"mixed_precision": "bf16"}], indirect=True)
-def test_undo_of_a_model_that_adds_itself_after_mixed_precision(accelerator: Any) -> None:
+def test_undo_after_mixed_precision_of_a_model_with_an_addition_in_its_own_forward(accelerator: Any) -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).eval()
     x = torch.randn(2, 4, 16)
-    plain = layer(x)  # with gradients: without, torch takes a fused kernel that never calls the forward
+    plain = layer(x)  # with autograd, since in inference torch uses a fused kernel and does not call the forward
     wiring = unskip.rewire(layer, Cut(), x)
     prepared = accelerator.prepare(layer)
     assert not torch.allclose(prepared(x), plain, atol=0.1)

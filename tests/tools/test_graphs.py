@@ -1,4 +1,4 @@
-"""Tools that take the model as a graph: torch.compile, torch.export and ONNX see the rewired model, and only that."""
+"""torch.compile, torch.export and ONNX capture the rewired model as one graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.zoo.families import FAMILIES, Family
-from tests.zoo.harness import cautioned, difference, floats, gradient_difference, gradients, run
+from tests.zoo.harness import difference, expected_warnings, floats, gradient_difference, gradients, run
 from torch import Tensor, nn
 
 import unskip
@@ -33,7 +33,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def rewired(family: Family, rule: Any) -> nn.Module:
     model = family.build()
-    with cautioned(family):
+    with expected_warnings(family):
         unskip.rewire(model, rule, family.inputs(2), verify=False)
     return model
 
@@ -61,7 +61,7 @@ def test_inductor_makes_one_graph_that_equals_eager(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("rule", [Decay(0.3), Cut()], ids=str)
 @pytest.mark.parametrize("name", ["timm_vit", "hf_llama", "torchvision_vit"])
-def test_inductor_trains_as_eager_does(name: str, rule: Any) -> None:
+def test_training_with_inductor_matches_eager(name: str, rule: Any) -> None:
     family = FAMILIES[name]
     inputs, model = family.inputs(2), rewired(family, rule)
     outputs, grads = gradients(model, inputs)
@@ -99,7 +99,7 @@ def export(family: Family, model: nn.Module, strict: bool = False) -> torch.expo
 
 
 def sums(program: torch.export.ExportedProgram) -> int:
-    """Additions of two floating tensors of one shape: what a residual looks like in a graph."""
+    """The number of additions of two floating-point tensors of equal shape, like residual additions."""
 
     def is_sum(node: Any) -> bool:
         values = [getattr(argument, "meta", {}).get("val") for argument in node.args[:2]]
@@ -111,11 +111,11 @@ def sums(program: torch.export.ExportedProgram) -> int:
     return sum(node.target in targets and is_sum(node) for node in program.graph.nodes)
 
 
-# transformers keeps its list of collected outputs in a global, for the plain model too.
+# transformers has its list of collected outputs in a global variable, also for the plain model.
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("name", ["timm_vit", "hf_bert"])
-def test_an_exported_model_is_the_rewired_one(name: str, strict: bool) -> None:
+def test_an_exported_model_matches_the_rewired_one(name: str, strict: bool) -> None:
     family = FAMILIES[name]
     inputs, model = family.inputs(2), rewired(family, Decay(0.3))
     args, kwargs = arguments(inputs)
@@ -136,7 +136,7 @@ def test_a_cut_model_exports_without_its_residual_additions(name: str) -> None:
     assert difference(floats(cut.module()(*args, **kwargs)), run(model, inputs)) < CLOSE
 
 
-def test_an_exported_program_survives_a_file() -> None:
+def test_an_exported_program_can_be_saved_and_loaded() -> None:
     family = FAMILIES["timm_vit"]
     inputs, model = family.inputs(2), rewired(family, Decay(0.3))
     file = io.BytesIO()
@@ -145,7 +145,7 @@ def test_an_exported_program_survives_a_file() -> None:
     assert difference(floats(torch.export.load(file).module()(inputs)), run(model, inputs)) < CLOSE
 
 
-def test_an_annealed_weight_exports_as_it_stands() -> None:
+def test_an_annealed_weight_is_exported_with_its_current_value() -> None:
     family = FAMILIES["timm_vit"]
     inputs, model = family.inputs(2), family.build()
     wiring = unskip.rewire(model, Anneal(Keep(), Cut(), steps=10), inputs)
@@ -162,7 +162,7 @@ def test_an_annealed_weight_exports_as_it_stands() -> None:
 
 @pytest.mark.parametrize("rule", [Decay(0.3), Cut()], ids=str)
 @pytest.mark.parametrize("name", ["timm_vit", pytest.param("hf_bert", marks=pytest.mark.full)])
-def test_onnx_runtime_computes_the_rewired_model(name: str, rule: Any) -> None:
+def test_onnx_runtime_matches_the_rewired_model(name: str, rule: Any) -> None:
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="runs the exported model")
     family = FAMILIES[name]

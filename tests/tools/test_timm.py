@@ -1,4 +1,4 @@
-"""timm's own ways into a model, and the usual tricks of training, on a rewired one."""
+"""timm's feature interfaces, state dicts, gradient checkpointing and accumulation with rewired models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from tests.tools.models import images, labels, vit
-from tests.zoo.families import liven
+from tests.zoo.families import randomise_
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +34,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @torch.no_grad()
-def test_forward_features_is_the_rewired_forward(rule: Any) -> None:
+def test_forward_features_matches_the_rewired_forward(rule: Any) -> None:
     model, x = vit(), images()
     plain = model.forward_features(x)
     wiring = unskip.rewire(model, rule)
@@ -48,7 +48,7 @@ def test_forward_features_is_the_rewired_forward(rule: Any) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @torch.no_grad()
-def test_forward_intermediates_are_the_features_of_the_blocks(rule: Any) -> None:
+def test_forward_intermediates_match_the_features_of_the_blocks(rule: Any) -> None:
     model, x = vit(depth=3), images()
     asked: dict[str, Any] = {"output_fmt": "NLC", "return_prefix_tokens": True}
     _, plain = model.forward_intermediates(x, **asked)
@@ -65,11 +65,11 @@ def test_forward_intermediates_are_the_features_of_the_blocks(rule: Any) -> None
 
 
 @torch.no_grad()
-def test_features_only_models_show_the_rewired_maps() -> None:
+def test_features_only_models_return_rewired_features() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = timm.create_model("vit_tiny_patch16_224", features_only=True, out_indices=(0, 1), **SIZES).eval()
-        liven(model)
+        randomise_(model)
     x = images()
     plain = model(x)
     wiring = unskip.rewire(model, Cut(), x)
@@ -92,19 +92,19 @@ def test_a_new_head_keeps_the_wiring() -> None:
     assert wiring.alphas[-1] == 0.3
 
 
-# --- Building again ---------------------------------------------------------------------------------------------------
+# --- State dicts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @torch.no_grad()
-def test_a_state_dict_goes_to_a_new_model_and_back(rule: Any) -> None:
+def test_state_dicts_load_into_plain_and_rewired_models(rule: Any) -> None:
     model, x = vit(), images()
     plain = model(x)
     unskip.rewire(model, rule)
     fresh = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=5).eval()
     assert differ(fresh(x), plain)
     fresh.load_state_dict(model.state_dict(), strict=True)
-    assert torch.equal(fresh(x), plain)  # the weights hold no wiring
+    assert torch.equal(fresh(x), plain)  # state dicts do not contain the wiring
     unskip.rewire(fresh, rule)
     assert torch.equal(fresh(x), model(x))
     assert differ(fresh(x), plain)
@@ -113,7 +113,7 @@ def test_a_state_dict_goes_to_a_new_model_and_back(rule: Any) -> None:
 
 
 @torch.no_grad()
-def test_learned_weights_travel_in_the_state_dict() -> None:
+def test_learned_weights_are_in_the_state_dict() -> None:
     model, x = vit(), images()
     wiring = unskip.rewire(model, Learn(0.5))
     for i, alpha in enumerate(wiring.parameters.values()):
@@ -129,7 +129,7 @@ def test_learned_weights_travel_in_the_state_dict() -> None:
 
 
 def gradients(model: nn.Module, pieces: int = 1) -> dict[str, Tensor]:
-    """Of the mean loss over the batch, which may be gone through in pieces."""
+    """Gradients of the mean loss of a batch, optionally accumulated over pieces."""
     model.zero_grad(set_to_none=True)
     for x, y in zip(images().chunk(pieces), labels().chunk(pieces), strict=True):
         (cross_entropy(model(x), y) / pieces).backward()
@@ -142,7 +142,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 class Recomputed(nn.Module):
-    """A block whose forward runs again in the backward pass."""
+    """A block with gradient checkpointing."""
 
     def __init__(self, block: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Recomputed(nn.Module):
 
 
 def counted(model: nn.Module) -> list[int]:
-    """One entry for every start of the last block's MLP: recomputing ends where the last tensor was saved."""
+    """A list with one entry per call of the last block's MLP. Recomputation stops after the last saved tensor."""
     runs: list[int] = []
     for name, module in model.named_modules():
         if name.endswith(("blocks.1.mlp", "blocks.1.block.mlp")):
@@ -166,7 +166,7 @@ TRAINED = [*RULES, Anneal(Keep(), Cut(), steps=4), Learn(0.5)]
 
 
 @pytest.mark.parametrize("rule", TRAINED, ids=str)
-def test_set_grad_checkpointing_gives_the_same_gradients(rule: Any) -> None:
+def test_set_grad_checkpointing_does_not_change_gradients(rule: Any) -> None:
     model = vit().train()
     wiring = unskip.rewire(model, rule)
     wiring.step(2)
@@ -183,7 +183,7 @@ def test_set_grad_checkpointing_gives_the_same_gradients(rule: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_checkpoint_gives_the_same_gradients(rule: Any, reentrant: bool) -> None:
+def test_torch_checkpoint_does_not_change_gradients(rule: Any, reentrant: bool) -> None:
     model = vit().train()
     unskip.rewire(model, rule)
     wanted = gradients(model)

@@ -1,4 +1,4 @@
-"""transformers and peft around a rewired model: generation, hidden states, files, checkpointing, adapters."""
+"""transformers and peft with rewired models: generation, hidden states, files, gradient checkpointing, adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def inputs() -> dict[str, Tensor]:
-    """Without a cache in the output, so that what is compared is the logits."""
+    """Inputs with use_cache=False, so that the first output is the logits."""
     return {"input_ids": ids(), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
 
 
@@ -45,14 +45,14 @@ def differ(a: Tensor, b: Tensor) -> bool:
 
 
 def generate(model: Any, use_cache: bool) -> tuple[Tensor, Tensor]:
-    """The tokens, and the logits that each was chosen from."""
+    """The tokens, and the logits from which each was chosen."""
     facts = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "output_logits": True}
     found = model.generate(**inputs(), **facts, return_dict_in_generate=True, use_cache=use_cache)
     return found.sequences, torch.stack(found.logits)
 
 
 @pytest.mark.parametrize("rule", [Decay(0.3), Cut()], ids=str)
-def test_generating_with_a_cache_equals_generating_without(model: Any, rule: Any) -> None:
+def test_generation_is_the_same_with_and_without_a_cache(model: Any, rule: Any) -> None:
     plain, _ = generate(model, use_cache=True)
     unskip.rewire(model, rule, inputs())
     tokens, scores = generate(model, use_cache=True)
@@ -61,13 +61,13 @@ def test_generating_with_a_cache_equals_generating_without(model: Any, rule: Any
     assert torch.equal(tokens, other)
     assert torch.allclose(scores, others, atol=1e-4)
     assert not torch.equal(tokens, plain)
-    # The last token again, from one forward over the whole text.
+    # The last logits also match one forward pass over the whole text.
     with torch.no_grad():
         whole = model(tokens[:, :-1]).logits[:, -1]
     assert torch.allclose(whole, scores[-1], atol=1e-4)
 
 
-def test_hidden_states_are_the_rewired_ones(model: Any) -> None:
+def test_hidden_states_match_the_rewired_blocks(model: Any) -> None:
     with torch.no_grad():
         plain = model(**inputs(), output_hidden_states=True).hidden_states
         unskip.rewire(model, Decay(0.3), inputs())
@@ -76,11 +76,11 @@ def test_hidden_states_are_the_rewired_ones(model: Any) -> None:
     norm = model.transformer.ln_f if hasattr(model, "transformer") else model.model.norm
     assert torch.equal(states[0], plain[0])  # the embedding
     assert torch.allclose(states[1], blocks[0], atol=CLOSE)
-    assert torch.allclose(states[2], norm(blocks[1]), atol=CLOSE)  # transformers norms the last one
+    assert torch.allclose(states[2], norm(blocks[1]), atol=CLOSE)  # transformers applies the final norm to the last one
     assert all(differ(states[i], plain[i]) for i in (1, 2))
 
 
-def test_samples_of_which_some_are_padded_are_refused_with_what_to_pass() -> None:
+def test_padded_samples_are_refused_by_measure_with_advice() -> None:
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[0, :2] = 0
     with pytest.raises(BadInput, match="texts of one length"):
@@ -90,7 +90,7 @@ def test_samples_of_which_some_are_padded_are_refused_with_what_to_pass() -> Non
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_weights_survive_save_pretrained(model: Any, tmp_path: Path) -> None:
+def test_save_pretrained_keeps_the_weights(model: Any, tmp_path: Path) -> None:
     plain = logits(model)
     unskip.rewire(model, Decay(0.3), inputs())
     wanted = logits(model)
@@ -98,7 +98,7 @@ def test_the_weights_survive_save_pretrained(model: Any, tmp_path: Path) -> None
         model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     again = type(model).from_pretrained(tmp_path).eval()
-    # The files hold the weights and not the wiring: what is loaded is the plain model.
+    # The files contain the weights and not the wiring, so the loaded model is plain.
     assert torch.allclose(logits(again), plain, atol=CLOSE)
     unskip.rewire(again, Decay(0.3), inputs())
     assert torch.allclose(logits(again), wanted, atol=CLOSE)
@@ -106,7 +106,7 @@ def test_the_weights_survive_save_pretrained(model: Any, tmp_path: Path) -> None
 
 
 def test_a_rewired_class_loads_from_its_own_type_as_a_plain_model(model: Any, tmp_path: Path) -> None:
-    """Root sites or not, `type(model)` and its name in the configuration stay those of the library."""
+    """`type(model)` and the architecture name in the config are those of the library, with and without root sites."""
     name = type(model).__name__
     unskip.rewire(model, Cut(), inputs())
     with pytest.warns(UnskipWarning, match="save_pretrained"):
@@ -124,7 +124,7 @@ def test_a_rewired_class_loads_from_its_own_type_as_a_plain_model(model: Any, tm
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
 @pytest.mark.parametrize("rule", [Decay(0.3), Cut()], ids=str)
-def test_gradient_checkpointing_gives_the_same_gradients(model: Any, rule: Any, reentrant: bool) -> None:
+def test_gradient_checkpointing_does_not_change_gradients(model: Any, rule: Any, reentrant: bool) -> None:
     model.config.use_cache = False
     model.train()
     example = {"input_ids": ids(), "use_cache": False}
@@ -156,7 +156,7 @@ def adapted(model: nn.Module) -> Any:
     return peft.get_peft_model(model, config).eval()
 
 
-def test_a_rewired_model_takes_adapters(model: Any) -> None:
+def test_adapters_of_a_rewired_model(model: Any) -> None:
     wiring = unskip.rewire(model, Decay(0.3), inputs())
     decayed = logits(model)
     wrapped = adapted(model)
@@ -164,12 +164,12 @@ def test_a_rewired_model_takes_adapters(model: Any) -> None:
         assert torch.allclose(logits(wrapped), decayed, atol=CLOSE)
     tuned = logits(wrapped)
     assert differ(tuned, decayed)
-    # The handle still holds the model inside.
+    # The wiring still belongs to the inner model.
     assert wiring.alphas[-1] == 0.3
     wiring.set(Cut())
     cut = logits(wrapped)
     assert differ(cut, tuned)
-    # The adapters alone have gradients, and they are those of the cut model.
+    # Only adapters have gradients, and these match the cut model.
     wrapped(**inputs()).logits.square().mean().backward()
     with_gradient = {name for name, p in wrapped.named_parameters() if p.grad is not None and p.grad.any()}
     assert with_gradient
@@ -180,8 +180,8 @@ def test_a_rewired_model_takes_adapters(model: Any) -> None:
     assert differ(logits(merged), cut)
 
 
-def test_the_order_of_adapters_and_rewiring_does_not_matter_inside(model: Any) -> None:
-    """The plain model inside the wrapper may be rewired: it is the same model, with other linear layers."""
+def test_rewiring_before_and_after_adding_adapters_gives_the_same_model(model: Any) -> None:
+    """The model inside of the peft wrapper can be rewired."""
     other = copy.deepcopy(model)
     unskip.rewire(other, Decay(0.3), inputs())
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def test_a_peft_wrapper_is_refused(model: Any) -> None:
     assert torch.equal(logits(wrapped), plain)
 
 
-def test_a_rewired_model_in_a_peft_wrapper_is_told_how_to_save(model: Any, tmp_path: Path) -> None:
+def test_saving_a_peft_wrapper_of_a_rewired_model_is_refused_with_advice(model: Any, tmp_path: Path) -> None:
     unskip.rewire(model, Decay(0.3), inputs())
     wrapped = adapted(model)
     with pytest.raises(WrappedError, match=r"rewired model in peft.*merge_and_unload"):

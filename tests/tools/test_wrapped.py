@@ -1,5 +1,5 @@
-"""Blocks that another tool wraps or exchanges after rewiring: the model goes on computing what was set, and the handle
-tells the truth about it, works, or refuses.
+"""Blocks that are wrapped or replaced by another tool after rewiring: the model still uses the weights that were set,
+and methods of the wiring report them correctly, work, or raise an error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def output(rule: Any = None) -> Tensor:
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("rule", [Decay(0.3), Cut()], ids=str)
 @torch.no_grad()
-def test_wrapped_blocks_compute_what_was_set(name: str, rule: Any) -> None:
+def test_wrapped_blocks_use_the_weights_that_were_set(name: str, rule: Any) -> None:
     model = vit()
     unskip.rewire(model, rule)
     wrap(model, name)
@@ -56,7 +56,7 @@ def test_wrapped_blocks_compute_what_was_set(name: str, rule: Any) -> None:
 
 
 def attempt(action: Callable[[], object]) -> bool:
-    """Whether it was done; if not, it was refused on purpose."""
+    """Whether the action succeeded; if not, it must raise one of unskip's errors."""
     try:
         action()
     except UnskipError:
@@ -66,7 +66,7 @@ def attempt(action: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 @torch.no_grad()
-def test_the_handle_tells_the_weights_of_wrapped_blocks(name: str) -> None:
+def test_the_wiring_reports_the_weights_of_wrapped_blocks(name: str) -> None:
     model = vit()
     wiring = unskip.rewire(model, Decay(0.3))
     wanted = wiring.alphas
@@ -100,7 +100,7 @@ def test_set_with_wrapped_blocks_works_or_refuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_refused_set_leaves_the_rule(name: str) -> None:
+def test_a_refused_set_keeps_the_rule(name: str) -> None:
     model = vit()
     wiring = unskip.rewire(model, Decay(0.3))
     wrap(model, name)
@@ -116,8 +116,8 @@ def test_compiled_blocks_are_refused() -> None:
 
 
 @torch.no_grad()
-def test_compiled_in_place_the_handle_goes_on() -> None:
-    """module.compile() keeps the module where it is, unlike torch.compile(module)."""
+def test_the_wiring_works_after_compiling_in_place() -> None:
+    """module.compile() does not replace the module, unlike torch.compile(module)."""
     model = vit()
     wiring = unskip.rewire(model, Decay(0.3))
     for block in model.blocks:
@@ -130,7 +130,7 @@ def test_compiled_in_place_the_handle_goes_on() -> None:
 
 
 @torch.no_grad()
-def test_an_average_of_the_weights_has_a_wiring_of_its_own() -> None:
+def test_an_ema_model_has_a_separate_wiring() -> None:
     from timm.utils import ModelEmaV3
     from torch.optim.swa_utils import AveragedModel
 

@@ -1,4 +1,4 @@
-"""Examples for models of transformers whose inputs are not inferred, by the type of the model."""
+"""Example inputs for models of transformers whose inputs are not inferred, by model type."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BATCH, TOKENS = 2, 8
 
 
 def example(*types: str) -> Callable[[Callable[[Any], Arguments]], Callable[[Any], Arguments]]:
-    """Enters the decorated function, from a model to its arguments, for some types."""
+    """Registers the decorated function, which returns the arguments of a model, for some types."""
 
-    def enter(make: Callable[[Any], Arguments]) -> Callable[[Any], Arguments]:
+    def register(make: Callable[[Any], Arguments]) -> Callable[[Any], Arguments]:
         EXAMPLES.update(dict.fromkeys(types, make))
         return make
 
-    return enter
+    return register
 
 
 def normal(*shape: int) -> Tensor:
@@ -36,7 +36,7 @@ def ones(*shape: int) -> Tensor:
 
 
 def with_image_tokens(model: nn.Module, **images: Any) -> Arguments:
-    """A row of text for each image, led by as many image tokens as the model makes features of it."""
+    """One row of text for each image; it starts with one image token for each feature of the image."""
     config: Any = model.config
     with torch.no_grad():
         features = model.get_image_features(**images)  # type: ignore[operator]
@@ -55,7 +55,7 @@ def canine(model: Any) -> Arguments:
 
 @example("embedding_gemma2", "gemma4", "gemma4_unified", "minicpmv4_7", "chameleon")
 def text_alone(model: Any) -> Arguments:
-    """Without a vision tower in the default configuration, or with images cut up by a processor."""
+    """Only text: the default config has no vision tower, or needs images prepared by a processor."""
     return {"input_ids": ids()}
 
 
@@ -352,7 +352,7 @@ def latents(model: Any) -> Arguments:
 
 @example("speecht5")
 def speecht5(model: Any) -> Arguments:
-    """The model between the networks that read and write speech or text."""
+    """The encoder-decoder without the networks that embed and predict speech or text."""
     width = model.config.hidden_size
     return {"input_values": normal(BATCH, TOKENS, width), "decoder_input_values": normal(BATCH, TOKENS, width)}
 

@@ -1,7 +1,7 @@
-"""The families that rewiring is tested on: how each is built, what it takes, and what an audit must find in it.
+"""The model families of the tests: how each is built, its inputs, and the sites that an audit must find.
 
-The expected sites are written by hand from each library's source. Models are tiny, seeded and built offline, and all
-their weights are random: a zero-initialised head or a LayerScale of 1e-6 would make most comparisons empty.
+The expected sites were written by hand from the source of each library. Models are tiny, seeded and built offline. All
+weights are random, because with a zero-initialised head or a LayerScale of 1e-6 most comparisons would be trivial.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from tests.zoo import handmade
 from torch import Tensor, nn
 
-Inputs = Any  # what `example` takes: a tensor, a tuple of arguments, a mapping of keyword arguments
+Inputs = Any  # valid for `example`: a tensor, a tuple of arguments, or a mapping of keyword arguments
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A site as reading the source says it should be found."""
+    """An expected site, according to the source of the model."""
 
-    path: str  # of the module that adds
+    path: str  # of the module with the addition
     kind: str
     norm: str
     runs: int = 1
@@ -35,7 +35,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Poison:
-    """Where NaN is put into the stream, at the input or output of a module, and which modules read it in a branch."""
+    """The module at whose input or output NaN is written into the stream, and the branch modules that read it."""
 
     path: str
     at: Literal["input", "output"]
@@ -49,18 +49,18 @@ class Family:
     inputs: Callable[[int], Inputs]  # batch size -> example
     sites: tuple[Expected, ...]
     poison: Poison | tuple[Poison, ...]  # one for all sites, or one for each
-    checkpoint: str | tuple[str, ...]  # the name of the model's own switch, or the paths of the blocks to wrap
+    checkpoint: str | tuple[str, ...]  # the name of the model's method for it, or the paths of the blocks to wrap
     core: bool = True
-    drop_path: bool = False  # cutting warns
-    oracle: bool = True  # its weighted forward is written out in oracle.py or more.py
+    drop_path: bool = False  # if True, Cut gives a warning
+    oracle: bool = True  # oracle.py or more.py has its weighted forward
 
     @property
     def governed(self) -> list[int]:
-        """The sites that a rule governs unless it asks for others."""
+        """Indices of the sites that a rule governs by default."""
         return [i for i, site in enumerate(self.sites) if not site.projected and not site.long]
 
     def build(self) -> nn.Module:
-        """A fresh model in evaluation mode, the same every time."""
+        """A new model in evaluation mode, with the same weights in every call."""
         return copy.deepcopy(_built(self.name))
 
     def __str__(self) -> str:
@@ -68,21 +68,21 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {}
-# Every class as it was when it was first met, before any rewiring, and the names of the module that defines it.
+# The attributes of each class before any rewiring, and the names in the module that defines it.
 PRISTINE: dict[type, tuple[dict[str, object], set[str]]] = {}
 
 
 def add(
     name: str, sites: tuple[Expected, ...], inputs: Callable[[int], Inputs], **facts: Any
 ) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
-    """Enters the decorated builder into the registry."""
+    """Registers the decorated builder as a family."""
 
-    def enter(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def register(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         assert name not in FAMILIES
         FAMILIES[name] = Family(name, make, inputs, sites, **facts)
         return make
 
-    return enter
+    return register
 
 
 @functools.cache
@@ -90,20 +90,20 @@ def _built(name: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = FAMILIES[name].make()
-        liven(model)
+        randomise_(model)
     for cls in classes(model) - PRISTINE.keys():
         PRISTINE[cls] = (dict(vars(cls)), set(vars(sys.modules[cls.__module__])))
     return model.eval()
 
 
 def classes(model: nn.Module) -> set[type]:
-    """The classes of a model, but for those that torch.compile and transformers write to themselves."""
+    """The classes of a model, without those that torch.compile and transformers modify themselves."""
     return {cls for module in model.modules() for cls in type(module).__mro__} - {nn.Module, object}
 
 
 @torch.no_grad()
-def liven(model: nn.Module) -> None:
-    """Gives every weight a random value of a size that lets it speak: branches about as large as their streams."""
+def randomise_(model: nn.Module) -> None:
+    """Sets all weights to random values such that branches are about as large as their streams."""
     for parameter in model.parameters():
         if parameter.ndim > 1 and parameter.numel():
             parameter.normal_(std=math.prod(parameter.shape[1:]) ** -0.5)
@@ -128,7 +128,7 @@ def ids(batch: int, vocabulary: int = 32, length: int = 6) -> Tensor:
 
 
 def repeat(paths: str, *sites: tuple[str, str], count: int = 2, **facts: Any) -> tuple[Expected, ...]:
-    """The (kind, norm) of one block, for every block; `{}` in the paths is the block's number."""
+    """The expected sites of `count` blocks, from the (kind, norm) of one; `{}` in a path is the block index."""
     return tuple(Expected(paths.format(i), kind, norm, **facts) for i in range(count) for kind, norm in sites)
 
 
@@ -173,7 +173,7 @@ def timm_eva02() -> nn.Module:
 
 @_timm("timm_eva02_scaled", repeat("blocks.{}", *PRE), drop_path=True)
 def timm_eva02_scaled() -> nn.Module:
-    """With a norm inside the MLP, LayerScale parameters of the block itself, and drop path."""
+    """With a norm inside the MLP, LayerScale parameters in the block, and drop path."""
     from timm.models.eva import Eva
 
     sizes = _VIT | {"mlp_ratio": 2, "swiglu_mlp": True, "scale_mlp": True, "use_rot_pos_emb": True}
@@ -192,7 +192,7 @@ def timm_parallel_scaling() -> nn.Module:
 @_timm(
     "timm_parallel_things",
     repeat("blocks.{}", *PRE),
-    # The branches are elements of these lists, and read the stream themselves.
+    # Each element of these lists is a branch that reads the stream.
     poison=Poison("blocks.0", "input", ("attns.0", "attns.1", "ffns.0", "ffns.1")),
 )
 def timm_parallel_things() -> nn.Module:
@@ -222,7 +222,7 @@ def _add_torch(norm_first: bool) -> None:
     @add(f"nn_encoder_{name}", repeat("layers.{}", *pair), lambda batch: tokens(batch, 16), **many)
     def encoder() -> nn.Module:
         layer = nn.TransformerEncoderLayer(**_LAYER, batch_first=True, norm_first=norm_first, activation="gelu")
-        # A norm at the end belongs to no site.
+        # The final norm does not belong to a site.
         return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16), enable_nested_tensor=not norm_first)
 
     @add(f"nn_decoder_layer_{name}", repeat("", *three, count=1), _decoder_inputs, **one)
@@ -320,7 +320,7 @@ _ALBERT = "encoder.albert_layer_groups.0.albert_layers.0"
     (Expected(f"{_ALBERT}.attention", "attention", "post", runs=3), Expected(_ALBERT, "mlp", "post", runs=3)),
     lambda batch: {"input_ids": ids(batch)},
     poison=Poison(_ALBERT, "input", ("query", "key", "value", "ffn")),
-    checkpoint=(_ALBERT,),  # it has no switch of its own
+    checkpoint=(_ALBERT,),  # the model has no method for it
 )
 def hf_albert() -> nn.Module:
     """One layer that runs three times."""
@@ -344,11 +344,11 @@ def torchvision_vit() -> nn.Module:
     return VisionTransformer(**sizes, dropout=0.1, num_classes=5)
 
 
-# --- Written by hand --------------------------------------------------------------------------------------------------
+# --- Handwritten models -----------------------------------------------------------------------------------------------
 
 
 def _hand(name: str, block: Callable[[], nn.Module], sites: tuple[Expected, ...], poison: Any, **facts: Any) -> None:
-    """Two blocks in a stack. `poison` is the readers of the stream, or a Poison for each site."""
+    """Registers a stack of two blocks. `poison` has the modules that read the stream, or a Poison for each site."""
     if isinstance(poison[0], str):
         poison = Poison("blocks.0", "input", poison)
     checkpoint = facts.pop("checkpoint", ("blocks.0", "blocks.1"))
@@ -363,14 +363,14 @@ def _stack(block: Callable[[], nn.Module]) -> nn.Module:
 _hand(
     "hand_control_flow",
     handmade.ControlFlow,
-    # One line in a loop, but a site for each branch that it adds.
+    # One line in a loop has one site for each branch that it adds.
     repeat("blocks.{}", *PRE, ("mlp", "pre")),
     ("norm1", "norm2"),
 )
 _hand(
     "hand_nested",
     handmade.Nested,
-    # The inner site comes first: its addition runs before that of the outer one.
+    # The inner site comes first, because its addition runs before the outer one.
     repeat("blocks.{}", ("mlp", "none"), ("mlp", "pre")),
     tuple(
         poison
@@ -395,7 +395,7 @@ _hand(
     handmade.Spellings,
     repeat("blocks.{}", *[("mlp", "none")] * 7),
     tuple(f"branches.{i}" for i in range(7)),
-    checkpoint=("",),  # a block overwrites its input, which may not be recomputed from
+    checkpoint=("",),  # a block overwrites its input, so it cannot be recomputed
 )
 _hand("hand_helpers", handmade.Helpers, repeat("blocks.{}", *PRE), ("norm1", "norm2"))
 _hand("hand_inherited", handmade.Inherited, repeat("blocks.{}", *PRE), ("norm1", "norm2"))

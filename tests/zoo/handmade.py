@@ -1,4 +1,4 @@
-"""Models written for the tests: every way to write a residual addition that the libraries do not show by themselves."""
+"""Handwritten models with forms of residual additions that the libraries do not have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INPUT = 6
 
 
 class Attention(nn.Module):
-    """Self-attention with one head. The bias on its logits is an addition of equal shapes that is no residual."""
+    """Self-attention with one head. The bias on its logits is an addition of equal shapes, but not a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def mlp(dropout: float = 0.1) -> nn.Sequential:
 
 
 class Stack(nn.Module):
-    """Embeds, runs the blocks, reads out."""
+    """An embedding, blocks, and a head."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Stack(nn.Module):
 
 
 class ControlFlow(nn.Module):
-    """An `if` on an argument, and a loop whose one line adds every MLP in turn."""
+    """An `if` on an argument, and a loop in which one line adds the output of each MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class ControlFlow(nn.Module):
 
 
 class Nested(nn.Module):
-    """A residual inside the branch of another. The inner one runs first."""
+    """A residual inside the branch of another; the inner one runs first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Nested(nn.Module):
 
 
 class Plain(nn.Module):
-    """Attention, then an MLP, pre-norm."""
+    """A pre-norm block of attention and MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,8 +123,8 @@ class SharedBranch(nn.Module):
 
 
 class Spellings(nn.Module):
-    """Additions that are not written `x + f`. A branch begins with tanh, which does not need its input for the
-    gradient: an addition into the stream is allowed to overwrite it.
+    """Additions that are not written as `x + f`. A branch starts with tanh, whose gradient does not need its input, so
+    an addition in place may overwrite the stream.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Spellings(nn.Module):
 
 
 class IntoStream(nn.Module):
-    """Writes into the tensor that it is given."""
+    """Adds in place to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def dropout_join(branch: Tensor, stream: Tensor, probability: float, training: b
 
 
 class Helpers(nn.Module):
-    """The additions stand in functions: one that the method calls, and one that this function calls in turn."""
+    """The additions are in functions: one that forward calls, and one that this function calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Helpers(nn.Module):
 
 
 class Base(nn.Module):
-    """The addition that `Inherited` reaches by super()."""
+    """Has the addition that `Inherited` calls with super()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Inherited(Base):
 
 
 def halved(factor: float) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """A decorator with an argument whose work shows in the result."""
+    """A decorator with an argument, which changes the result."""
 
     def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
@@ -229,7 +229,7 @@ class Decorated(nn.Module):
 
 
 class Mangled(nn.Module):
-    """A receiver that is not called self, private names, an addition in a method that forward calls."""
+    """Uses `this` instead of `self`, private names, and an addition in a method that forward calls."""
 
     def __init__(this) -> None:
         super().__init__()
@@ -244,8 +244,8 @@ class Mangled(nn.Module):
 
 
 class Decoys(nn.Module):
-    """One residual among additions that are none: position and type embeddings, a bias on the logits, a polynomial, two
-    branches summed, a gate.
+    """One residual among other additions: position and type embeddings, a bias on the logits, a polynomial, two summed
+    branches, and a gate.
     """
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class Decoys(nn.Module):
         self.kind = nn.Embedding(2, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.bias = nn.Linear(WIDTH, 4)  # from each token, a bias on its logits
+        self.bias = nn.Linear(WIDTH, 4)  # computes a bias on the logits of each token
         self.up = nn.Linear(WIDTH, WIDTH)
         self.gate = nn.Linear(WIDTH, WIDTH)
         self.left = nn.Linear(WIDTH, WIDTH)

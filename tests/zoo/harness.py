@@ -1,4 +1,4 @@
-"""Running models and comparing what they do."""
+"""Running models and comparing their outputs, gradients and attributes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def floats(tree: object) -> list[Tensor]:
 
 
 def run(model: nn.Module, inputs: Inputs, seed: int = 3, **more: Any) -> list[Tensor]:
-    """The model's outputs, all its randomness from the seed. The inputs are copied: a model may write into them."""
+    """The outputs of a model with seeded randomness. Inputs are copied, because a model may overwrite them."""
     torch.manual_seed(seed)
     return floats(call(model, tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, inputs), **more))
 
 
 def gradients(model: nn.Module, inputs: Inputs, seed: int = 3, **more: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The outputs, and the gradient of every parameter that has one, for a loss that no output is neutral to."""
+    """The outputs, and the gradients of all parameters that have one, for a loss that depends on all outputs."""
     model.zero_grad(set_to_none=True)
     outputs = run(model, inputs, seed, **more)
     sum((out * torch.linspace(-1, 2, out.numel()).view(out.shape).cos()).sum() for out in outputs).backward()
@@ -45,12 +45,12 @@ def gradients(model: nn.Module, inputs: Inputs, seed: int = 3, **more: Any) -> t
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether all tensors are equal bit for bit."""
     return len(a) == len(b) > 0 and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def difference(got: list[Tensor], wanted: list[Tensor]) -> float:
-    """The largest relative difference of any tensor, by norms."""
+    """The largest relative difference of a tensor in norm."""
     assert len(got) == len(wanted) > 0
     pairs = [(g.detach().double(), w.detach().double()) for g, w in zip(got, wanted, strict=True)]
     assert all(torch.isfinite(w).all() and w.norm() > 0 for _, w in pairs)
@@ -58,9 +58,9 @@ def difference(got: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def gradient_difference(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest difference of any gradient, relative to the size that its elements have in the mean of all.
+    """The largest RMS difference of a parameter's gradient, relative to the RMS of all gradient elements.
 
-    One that is missing is zero: a projection on a stream that is cut has none, where 0 * stream gives it zeros.
+    A missing gradient is zero: a projection on a cut stream has none, while 0 * stream would give zeros.
     """
     assert got.keys() <= wanted.keys()
     scale = torch.cat([w.flatten() for w in wanted.values()]).square().mean().sqrt()
@@ -69,8 +69,8 @@ def gradient_difference(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> fl
 
 
 @contextlib.contextmanager
-def cautioned(family: Family) -> Iterator[None]:
-    """Cutting under drop path warns, and so does cutting a projected shortcut; any other warning is still an error."""
+def expected_warnings(family: Family) -> Iterator[None]:
+    """Allows the warnings for cuts with drop path and of projected shortcuts; other warnings are errors."""
     with warnings.catch_warnings():
         if family.drop_path:
             warnings.filterwarnings("ignore", ".*drop path is on", UnskipWarning)
@@ -83,7 +83,7 @@ Snapshot = dict[str, tuple[type, dict[str, object]]]
 
 
 def snapshot(model: nn.Module) -> Snapshot:
-    """Every module's class and attributes; what its containers hold one by one."""
+    """The class and attributes of each module, with the entries of its containers."""
     return {path: (type(module), _flat(vars(module))) for path, module in model.named_modules(remove_duplicate=False)}
 
 
@@ -98,7 +98,7 @@ def _flat(attributes: dict[str, object]) -> dict[str, object]:
 
 
 def changes(before: Snapshot, after: Snapshot) -> list[str]:
-    """What differs between two snapshots: the same objects must stand in the same places."""
+    """The differences of two snapshots: attributes must be the same objects."""
     found = [f"module {path}" for path in before.keys() ^ after.keys()]
     for path in before.keys() & after.keys():
         (old, was), (new, now) = before[path], after[path]
@@ -114,7 +114,7 @@ def _equal(a: object, b: object) -> bool:
 
 
 class Additions(TorchDispatchMode):
-    """Counts the operators that add two tensors of one shape, or could do so in secret."""
+    """Counts operators that add two tensors of equal shape, and fused operators that may contain such an addition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,29 +138,29 @@ def additions(model: nn.Module, inputs: Inputs) -> Counter[str]:
 
 @contextlib.contextmanager
 def poisoned(model: nn.Module, poison: Poison) -> Iterator[None]:
-    """NaN in the stream from one place on, while whatever reads the stream in a branch is given numbers instead."""
+    """Writes NaN into the stream at one place, and replaces NaN by numbers at the inputs of branches."""
     handles = []
 
-    def spoil(tree: Any) -> Any:
-        """Only the first tensor is the stream: masks, positions and memories stay."""
+    def write_nan(tree: Any) -> Any:
+        """Replaces the first tensor, the stream; masks, positions and memories are kept."""
         first = floats(tree)[0]
         return tree_map(lambda v: torch.full_like(v, torch.nan) if v is first else v, tree)
 
-    def heal(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(_healed, (args, kwargs))
+    def replace_nan(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(_without_nan, (args, kwargs))
 
     module = model.get_submodule(poison.path)
     if poison.at == "input":
         handles.append(
-            module.register_forward_pre_hook(lambda module, args, kwargs: spoil((args, kwargs)), with_kwargs=True)
+            module.register_forward_pre_hook(lambda module, args, kwargs: write_nan((args, kwargs)), with_kwargs=True)
         )
     else:
-        handles.append(module.register_forward_hook(lambda module, args, output: spoil(output)))
+        handles.append(module.register_forward_hook(lambda module, args, output: write_nan(output)))
     readers = [
         m for path, m in model.named_modules() if any(f".{path}".endswith(f".{name}") for name in poison.readers)
     ]
     assert readers
-    handles += [reader.register_forward_pre_hook(heal, with_kwargs=True) for reader in readers]
+    handles += [reader.register_forward_pre_hook(replace_nan, with_kwargs=True) for reader in readers]
     try:
         yield
     finally:
@@ -168,7 +168,7 @@ def poisoned(model: nn.Module, poison: Poison) -> Iterator[None]:
             handle.remove()
 
 
-def _healed(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return torch.where(value.isnan(), torch.linspace(-1, 1, value.numel()).view(value.shape).sin(), value)
@@ -176,7 +176,7 @@ def _healed(value: Any) -> Any:
 
 @contextlib.contextmanager
 def checkpointed(model: nn.Module, family: Family) -> Iterator[None]:
-    """Blocks recompute their forward in the backward pass."""
+    """Turns on gradient checkpointing in the blocks."""
     if isinstance(family.checkpoint, str):
         getattr(model, family.checkpoint)()
         yield
@@ -199,8 +199,8 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """What every module returns, in order: its path and the dtypes."""
+def recorded_outputs(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Records path and output dtypes of each module, in execution order."""
     seen: list[tuple[str, str]] = []
 
     def watch(path: str) -> Callable[..., None]:

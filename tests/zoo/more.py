@@ -1,7 +1,6 @@
-"""Families beyond the core: each with the sites that its source says it has and, beside it, its weighted forward.
+"""Further families, each with its expected sites according to the source, and its weighted forward.
 
-Importing this module enters them into the registry, and those of `more_images`. They are tested by the full matrix
-only.
+Importing this module registers them, and those of `more_images`. They run only in the full tests.
 """
 
 from __future__ import annotations
@@ -242,7 +241,7 @@ def t5_mlp(self: Any, weights: Weights, x: Tensor) -> Tensor:
 
 
 @_text(
-    "hf_bloom",  # the additions stand in a function, dropout_add
+    "hf_bloom",  # the additions are in a function, dropout_add
     tuple(
         Expected(f"h.{i}.{path}", kind, "pre")
         for i in range(2)
@@ -315,7 +314,7 @@ def cohere_layer(self: Any, weights: Weights, x: Tensor, **kwargs: Any) -> Tenso
     poison=Poison("layers.0", "input", ("input_layernorm", "post_attention_layernorm")),
 )
 def hf_gpt_neox() -> nn.Module:
-    """mlp + attention + x: the first addition is none of a residual."""
+    """mlp + attention + x: the first addition is not a residual."""
     from transformers import GPTNeoXConfig, GPTNeoXModel
 
     return GPTNeoXModel(GPTNeoXConfig(**_TEXT, hidden_dropout=0.1, use_cache=False))
@@ -331,7 +330,7 @@ def gpt_neox_layer(self: Any, weights: Weights, x: Tensor, **kwargs: Any) -> Ten
 
 @_text(
     "hf_modernbert",
-    # The first layer's norm before attention is the identity.
+    # In the first layer the norm before attention is the identity.
     (Expected("layers.0", "attention", "none"), *repeat("layers.{}", *PRE)[1:]),
     poison=Poison("layers.0", "input", ("attn_norm", "mlp_norm")),
 )
@@ -365,7 +364,7 @@ def hf_roberta() -> nn.Module:
     return RobertaModel(RobertaConfig(**_TEXT))
 
 
-for _name in ("RobertaSelfOutput", "RobertaOutput"):  # line for line those of BERT
+for _name in ("RobertaSelfOutput", "RobertaOutput"):  # equal to those of BERT
     REFERENCES[f"transformers.models.roberta.modeling_roberta.{_name}"] = REFERENCES[
         "transformers.models.bert.modeling_bert.BertOutput"
     ]

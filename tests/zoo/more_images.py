@@ -1,6 +1,6 @@
-"""Families of images beyond the core: convolutional networks, CLIP, and the networks of diffusion.
+"""Further families of image models: convolutional networks, CLIP, and diffusion networks.
 
-As in `more`: each with the sites that its source says it has and, beside it, its weighted forward.
+As in `more`, each has its expected sites according to the source, and its weighted forward.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ more = functools.partial(add, core=False)
 
 
 def _each(paths: list[str], reader: str) -> tuple[Poison, ...]:
-    """Each site is poisoned at its own block: what lies between the blocks would carry NaN past a cut."""
+    """One Poison for each site, at its own block: modules between blocks would pass NaN on after a cut."""
     return tuple(Poison(path, "input", (f"{path}.{reader}",)) for path in paths)
 
 
 # --- Convolutional networks -------------------------------------------------------------------------------------------
 
-# A block adds its input where it keeps the width and the resolution: not the first of a stage, whose stride is 2, nor
-# the one of the first stage, whose width is another.
+# A block adds its input only if it keeps width and resolution. The first block of a stage has stride 2, and the block
+# of the first stage changes the width.
 _MOBILE = ["blocks.1.1", "blocks.1.2", "blocks.2.1"]
 
 
@@ -37,7 +37,7 @@ _MOBILE = ["blocks.1.1", "blocks.1.2", "blocks.2.1"]
     checkpoint="set_grad_checkpointing",
 )
 def timm_mobilenetv2() -> nn.Module:
-    """Its first stages, with a smooth activation: a rounding error at a kink would turn a gradient on or off."""
+    """The first stages, with a smooth activation: at the kink of a ReLU, rounding would change gradients."""
     from timm.models._efficientnet_builder import decode_arch_def
     from timm.models.efficientnet import EfficientNet
 
@@ -64,7 +64,7 @@ _CONVNEXT = ["features.1.0", "features.1.1", "features.3.0"]
     checkpoint=tuple(_CONVNEXT),
 )
 def torchvision_convnext() -> nn.Module:
-    """The sum is written into the branch."""
+    """The sum is computed in place, in the branch."""
     from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
     return ConvNeXt([CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 1)], layer_scale=0.5, num_classes=5)
@@ -142,7 +142,7 @@ def swin_block(self: Any, weights: Weights, x: Tensor) -> Tensor:
     checkpoint="gradient_checkpointing_enable",
 )
 def hf_clip() -> nn.Module:
-    """The image runs first."""
+    """The image tower runs first."""
     from transformers import CLIPConfig, CLIPModel
 
     sizes = {
@@ -163,8 +163,8 @@ def clip_layer(self: Any, weights: Weights, x: Tensor, attention_mask: Any, **kw
 
 # --- Diffusion --------------------------------------------------------------------------------------------------------
 
-# In the order they run: kind, path, and whether the block changes the width, so that a convolution lies on its stream.
-# On the way up every block reads what came from below beside what was kept on the way down.
+# In execution order: kind, path, and whether the block changes the width, so that its stream has a convolution.
+# In the upsampling half each block reads the previous output concatenated with a stored one.
 _UNET = [
     ("conv", "down_blocks.0.resnets.0", False),
     ("conv", "down_blocks.1.resnets.0", True),
@@ -194,7 +194,7 @@ _UNET = [
     checkpoint="enable_gradient_checkpointing",
 )
 def diffusers_unet() -> nn.Module:
-    """Its long skips are concatenations, and no sites."""
+    """Its long skips are concatenations, so they are not sites."""
     from diffusers import UNet2DModel
 
     return UNet2DModel(
@@ -221,7 +221,7 @@ def resnet_block(self: Any, weights: Weights, x: Tensor, temb: Tensor) -> Tensor
 
 @reference("diffusers.models.attention_processor.Attention")
 def unet_attention(self: Any, weights: Weights, x: Tensor, temb: Tensor | None = None) -> Tensor:
-    """The addition stands in a processor, which is no module."""
+    """The addition is in an attention processor, which is not a module."""
     [(a, b)] = weights
     tokens = self.group_norm(x.flatten(2)).transpose(1, 2)
     q, k, v = (
@@ -251,7 +251,7 @@ def unet_attention(self: Any, weights: Weights, x: Tensor, temb: Tensor | None =
     checkpoint="enable_gradient_checkpointing",
 )
 def diffusers_flux() -> nn.Module:
-    """A block with a stream for the image and one for the text, the image's first; then a block over both."""
+    """A block with separate streams for image and text, image first; then a block on their concatenation."""
     from diffusers import FluxTransformer2DModel
 
     sizes = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}

@@ -1,8 +1,8 @@
-"""What a rewired model must compute, written out by hand.
+"""Reference implementation of rewired models.
 
-For every class that adds a residual there is a copy of its forward, made by reading the library's source, in which each
-addition is a * x + b * f. `weighted` runs a model with these in place of its own forwards. Nothing here uses unskip:
-neither its detection nor its arithmetic.
+For each class with a residual addition there is a handwritten copy of its forward in which the addition is a * x + b *
+f. `weighted` runs a model with these forwards in place of the original ones. Nothing here uses unskip, neither its
+detection nor its arithmetic.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {}  # qualified name of a class -
 
 @contextlib.contextmanager
 def weighted(model: nn.Module, family: Family, weights: Weights) -> Iterator[None]:
-    """The model with weighted residuals, for the length of a with statement. `weights` follow `family.sites`."""
+    """A context in which the model has weighted residuals. `weights` are in the order of `family.sites`."""
     assert len(weights) == len(family.sites)
     each: dict[str, list[tuple[float, float]]] = {}
     for site, weight in zip(family.sites, weights, strict=True):
@@ -33,7 +33,7 @@ def weighted(model: nn.Module, family: Family, weights: Weights) -> Iterator[Non
     modules = [model.get_submodule(path) for path in each]
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
-        torch.backends.mha.set_fastpath_enabled(False)  # torch.nn's fused inference kernels would pass the forwards by
+        torch.backends.mha.set_fastpath_enabled(False)  # torch.nn's fused inference kernels would not call the forwards
         for module, mine in zip(modules, each.values(), strict=True):
             vars(module)["forward"] = MethodType(_with(REFERENCES[_name(module)], mine), module)
         yield
@@ -55,11 +55,11 @@ def _with(reference: Callable[..., Tensor], weights: Weights) -> Callable[..., T
 
 
 def reference(*names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    def enter(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         REFERENCES.update(dict.fromkeys(names, function))
         return function
 
-    return enter
+    return register
 
 
 # --- timm -------------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def encoder_block(self: Any, weights: Weights, x: Tensor) -> Tensor:
     return a2 * x + b2 * self.mlp(self.ln_2(x))
 
 
-# --- Written by hand --------------------------------------------------------------------------------------------------
+# --- Handwritten models -----------------------------------------------------------------------------------------------
 
 
 def _hand(*classes: type[nn.Module]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:

@@ -1,4 +1,4 @@
-"""Small models of vit-pytorch and x-transformers, each with an example that it takes and what its source says of it."""
+"""Small models of vit-pytorch and x-transformers, each with an example and its expected sites and blocks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Build = Callable[[], Built]
 
 
 class Peer(NamedTuple):
-    """A model, its sites in order by letters (A attention, M MLP, C convolution), and how many blocks it has."""
+    """A model, its sites in order as letters (A attention, M MLP, C convolution), and its number of blocks."""
 
     build: Build
     kinds: str = "AMAM"
     blocks: int = 2
     norms: str = "pre"
-    unknown: str = ""  # the reason of what cannot be decided
-    stuck: bool = False  # a site that cannot be rewired
+    unknown: str = ""  # the reason why an addition cannot be classified
+    stuck: bool = False  # whether a site cannot be rewired
 
 
 _HEADS = {"heads": 2, "dim_head": 8}
@@ -35,7 +35,7 @@ def _images(side: int = 32, frames: int | None = None) -> Tensor:
 
 
 def _vit(module: str, name: str, example: Tensor | None = None, **kwargs: Any) -> Build:
-    """A class of vit-pytorch with these arguments, a ViT's where only few are given."""
+    """A class of vit-pytorch with these arguments, and those of a small ViT as defaults."""
 
     def build() -> Built:
         torch.manual_seed(0)
@@ -360,7 +360,7 @@ VIT_PYTORCH: dict[str, Peer] = {
 
 
 def _text(kind: str = "Decoder", depth: int = 2, **kwargs: Any) -> Build:
-    """A language model of x-transformers with these settings of its layers."""
+    """A language model of x-transformers with these layer settings."""
 
     def build() -> Built:
         torch.manual_seed(0)

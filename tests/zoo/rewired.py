@@ -1,4 +1,4 @@
-"""The families as parameters of tests, and rewired."""
+"""Families as test parameters, and a function that rewires one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tests.zoo.more  # noqa: F401  (enters the families beyond the core)
+import tests.zoo.more  # noqa: F401  (registers further families)
 from tests.zoo.families import FAMILIES, Family
 from tests.zoo.harness import (
-    cautioned,
+    expected_warnings,
 )
 from tests.zoo.oracle import Weights
 from torch import nn
@@ -21,7 +21,7 @@ HALF = Scale(0.5, 0.7)
 CLOSE = 1e-6
 PARAMETERS = {f.name: pytest.param(f, id=f.name, marks=() if f.core else pytest.mark.full) for f in FAMILIES.values()}
 each_family = pytest.mark.parametrize("family", PARAMETERS.values())
-# One of each shape, for what does not depend on the family; all of them are in the full matrix.
+# One family of each structure, for quick tests; the full tests run all.
 _SHAPES = "timm_vit nn_encoder_post hf_llama hf_albert hand_control_flow hand_spellings"
 SOME = {
     name: pytest.param(f, id=name, marks=() if name in _SHAPES.split() else pytest.mark.full)
@@ -31,7 +31,7 @@ some_families = pytest.mark.parametrize("family", SOME.values())
 
 
 def some_families_and(*rules: Any) -> pytest.MarkDecorator:
-    """The first rule with one family of each shape, and the others with timm's ViT; all with all in the full matrix."""
+    """Quick: the first rule with one family of each structure, other rules with timm's ViT. Full: all combinations."""
     cases = [(family, rule) for rule in rules for family in FAMILIES.values()]
     return pytest.mark.parametrize(
         ("family", "rule"),
@@ -48,7 +48,7 @@ def _quick(family: Family, first: bool) -> bool:
 
 def rewired(family: Family, rule: Any = HALF, **options: Any) -> tuple[nn.Module, Wiring]:
     model = family.build()
-    with cautioned(family):
+    with expected_warnings(family):
         return model, unskip.rewire(model, rule, family.inputs(2), **options)
 
 

@@ -1,4 +1,4 @@
-"""Small random models of transformers, of any type behind AutoModel: widths, depths and vocabularies made small."""
+"""Small random models of all types of transformers.AutoModel, with reduced widths, depths and vocabularies."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 import torch
-from tests.zoo.families import liven
+from tests.zoo.families import randomise_
 from torch import nn
 
 WIDTH, HEADS, GROUPS, HEAD, LAYERS, VOCABULARY, IMAGE = 64, 4, 2, 16, 2, 128, 32
 
-# The first pattern that a field's name matches says the most that its number may be; None leaves it as it is.
+# Upper limits of config fields: the first pattern that matches the name applies, and None means no limit.
 RULES: list[tuple[str, int | None]] = [
     (r"^(n_group|num_expert_group)$", 2),
     (r"^topk_group$", 1),
@@ -36,7 +36,7 @@ RULES: list[tuple[str, int | None]] = [
     (r"(intermediate|ffn|d_ff|n_inner|d_inner|mlp_dim|hidden_dim)", 2 * WIDTH),
     (r"(hidden|d_model|n_embd|embed|_dim$|^dim$|width|projection|channels|filters|d_latents|_size$|lora_rank)", WIDTH),
 ]
-# Follow from other fields, and are worked out again.
+# Fields that are recomputed from other fields.
 DERIVED = {"out_features", "out_indices", "stage_names", "per_layer_config"}
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
@@ -45,7 +45,7 @@ _EFFICIENTNET = {"hidden_dim": 128, "width_coefficient": 0.1, "depth_coefficient
 _DAC = {"encoder_hidden_size": 4, "decoder_hidden_size": 64, "hidden_size": 64}
 _TIMM = {"depth": 2, "embed_dim": 64, "num_heads": 4, "img_size": 28}
 _TOKENIZERS = ("acoustic_tokenizer_config", "semantic_tokenizer_config", "acoustic_tokenizer_encoder_config")
-# What the rules do not get right, by the type of the model.
+# Exceptions to these rules, by model type.
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     (r"efficientnet", _EFFICIENTNET),
     (r"align", {"vision_config": _EFFICIENTNET}),
@@ -139,8 +139,8 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 
 def shrink(config: dict[Any, Any]) -> dict[Any, Any]:
-    """The fields of a configuration, sub-configurations included, with small numbers."""
-    staged = "depths" in config  # its layers are those of its stages
+    """The fields of a config with small numbers, including those of nested configs."""
+    staged = "depths" in config  # the number of layers is the sum over stages
     derived = set() if staged else DERIVED if "num_hidden_layers" in config else {"per_layer_config"}
     found = {name: _shrunk(name, value) for name, value in config.items() if name not in derived}
     if "num_key_value_heads" in config and config["num_key_value_heads"] in (None, config.get("num_attention_heads")):
@@ -154,7 +154,7 @@ def shrink(config: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _fewer_layers(config: dict[str, Any], found: dict[str, Any], counts: list[str]) -> None:
-    """Shortens what has an entry for each layer; of every type of layer there is one left."""
+    """Shortens fields with one entry per layer, such that one layer of each type remains."""
     layers, types = config[counts[0]], config.get("layer_types") or []
     chosen = sorted({types.index(kind) for kind in types} if len(set(types)) > 1 else range(LAYERS))
     found |= dict.fromkeys(counts, len(chosen))
@@ -185,12 +185,12 @@ def _number(name: str, value: int) -> int:
     return value if size is None else min(value, size)
 
 
-def _tame(config: dict[Any, Any], seen: list[int]) -> None:
-    """Brings the ids of special tokens into the vocabulary, each to a place of its own."""
+def _reduce_token_ids(config: dict[Any, Any], seen: list[int]) -> None:
+    """Maps the ids of special tokens to different ids inside the small vocabulary."""
     first = VOCABULARY - 28
     for name, value in config.items():
         if isinstance(value, dict):
-            _tame(value, seen)
+            _reduce_token_ids(value, seen)
         elif str(name).endswith(("_token_id", "_token_index")) and type(value) is int and value >= first:
             seen += [value] if value not in seen else []
             config[name] = first + seen.index(value)
@@ -205,18 +205,18 @@ def _merge(fields: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 def small_config(config_class: Any) -> Any:
-    """The default configuration of a type, made small."""
+    """The default config of a type with small numbers."""
     fields = shrink(copy.deepcopy(config_class().to_dict()))
     for pattern, settings in SETTINGS:
         if re.fullmatch(pattern, config_class.model_type):
             _merge(fields, copy.deepcopy(settings))
-    _tame(fields, [])
+    _reduce_token_ids(fields, [])
     return config_class.from_dict(fields)
 
 
 def build(model_class: type[nn.Module], config: Any) -> nn.Module:
-    """A model in evaluation mode, the same every time."""
+    """A model in evaluation mode, with the same weights in every call."""
     torch.manual_seed(0)
     model = model_class(config).eval()
-    liven(model)
+    randomise_(model)
     return model

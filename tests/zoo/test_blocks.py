@@ -1,6 +1,6 @@
-"""Blocks: what is taken as one, in features, measure, parts and evaluations alike, and what its output is.
+"""Blocks: features, measure, parts and audit find the same ones, and their outputs are the stream after each block.
 
-Every model keeps the stream after each block in `states` by itself, so that nothing here rests on unskip's own search.
+Each model records the stream after each block in `states`, independently of unskip.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ X = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 class Loop(nn.Module):
-    """A list of pairs [attention, MLP]; the loop around it adds."""
+    """A list of pairs [attention, MLP]; the additions are in the loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Loop(nn.Module):
         return self.norm(x)
 
 
-class AlikeLoop(Loop):
-    """The same with both branches in one class of wrapper."""
+class SameClassLoop(Loop):
+    """Like Loop, but both branches are in wrappers of the same class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class AlikeLoop(Loop):
 
 
 class Flat(nn.Module):
-    """Attention and MLP in one list of [norm, branch], and a sum that is handed to no module."""
+    """Attention and MLP in one list of [norm, branch]. The last sum is not the input of a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Flat(nn.Module):
 
 
 class PostNormLoop(nn.Module):
-    """A block's output is the norm of its sum, which the next block reads."""
+    """The output of a block is the norm of its sum, which is the input of the next block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class PostNormLoop(nn.Module):
 
 
 class Writes(nn.Module):
-    """The next block writes into the output of the one before."""
+    """Each block overwrites the output of the previous one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Towers(nn.Module):
 
 CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "nested list": (Loop, [f"layers.{i}" for i in range(3)]),
-    "nested list of one class": (AlikeLoop, [f"layers.{i}" for i in range(3)]),
+    "nested list of one class": (SameClassLoop, [f"layers.{i}" for i in range(3)]),
     "flat list": (Flat, [f"layers.{i}" for i in range(4)]),
     "post-norm": (PostNormLoop, [f"layers.{i}" for i in range(3)]),
     "in place": (Writes, [f"layers.{i}" for i in range(3)]),
@@ -154,7 +154,7 @@ def test_features_are_the_stream_after_each_block(case: str, rule: str | None) -
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_audit_measure_and_parts_take_the_same_blocks(case: str) -> None:
+def test_audit_measure_and_parts_have_the_same_blocks(case: str) -> None:
     model, paths = built(case), CASES[case][1]
     audit = unskip.audit(model, X)
     assert [*audit.blocks] == paths
@@ -168,7 +168,7 @@ def test_audit_measure_and_parts_take_the_same_blocks(case: str) -> None:
 
 
 @torch.no_grad()
-def test_blocks_can_be_declared() -> None:
+def test_blocks_can_be_given_by_the_user() -> None:
     model = built("flat list")
     pairs = unskip.features(model, X, blocks=lambda site: site.kind == "mlp", pool=None)
     model(X)
@@ -188,6 +188,6 @@ def test_blocks_can_be_declared() -> None:
     ("blocks", "says"),
     [("layer.*", "layer"), (lambda site: False, "false for all 4 sites"), ("layers.0.0", "layers.0.0 of")],
 )
-def test_declarations_that_fit_nothing_are_refused(blocks: object, says: str) -> None:
+def test_invalid_blocks_are_refused(blocks: object, says: str) -> None:
     with pytest.raises(BadInput, match=says):
         unskip.features(built("flat list"), X, blocks=blocks)  # type: ignore[arg-type]

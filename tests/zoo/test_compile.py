@@ -1,4 +1,4 @@
-"""torch.compile sees a rewired model as one graph, follows its weights, and does not compile again at every step."""
+"""torch.compile makes one graph of a rewired model, uses its current weights, and does not recompile in every step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tests.zoo.more  # noqa: F401  (enters the families beyond the core)
+import tests.zoo.more  # noqa: F401  (registers further families)
 import torch
 from tests.zoo.families import FAMILIES
-from tests.zoo.harness import cautioned, difference, gradient_difference, gradients, run, same
+from tests.zoo.harness import difference, expected_warnings, gradient_difference, gradients, run, same
 from tests.zoo.oracle import weighted
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -55,7 +55,7 @@ def test_one_graph_that_equals_eager(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(name for name in FAMILIES if not name.startswith("hand_")))
-def test_whatever_compiles_whole_compiles_rewired(name: str) -> None:
+def test_a_model_that_compiles_to_one_graph_does_so_when_rewired(name: str) -> None:
     family = FAMILIES[name]
     inputs, plain, model = family.inputs(2), family.build().eval(), family.build().eval()
     try:
@@ -65,7 +65,7 @@ def test_whatever_compiles_whole_compiles_rewired(name: str) -> None:
         pytest.skip(f"the original does not compile whole: {type(error).__name__}")
     for rule in (Decay(0.3), Cut()):
         torch._dynamo.reset()
-        with cautioned(family):
+        with expected_warnings(family):
             unskip.rewire(model, rule, inputs, verify=False)
         with torch.no_grad():
             expected = run(model, inputs)
@@ -94,7 +94,7 @@ def test_a_fixed_weight_can_be_changed_after_compiling() -> None:
     ("name", "order"),
     [("timm_vit", None), ("timm_vit", "last-first"), pytest.param("hand_control_flow", None, marks=pytest.mark.full)],
 )
-def test_an_anneal_compiles_once_and_once_more_at_its_end(name: str, order: Any) -> None:
+def test_an_anneal_compiles_once_and_again_at_its_end(name: str, order: Any) -> None:
     family = FAMILIES[name]
     inputs, model = family.inputs(2), family.build()
     wiring = unskip.rewire(model, Anneal(Keep(), Cut(), steps=20, order=order), inputs, verify=False)
@@ -114,14 +114,14 @@ def test_an_anneal_compiles_once_and_once_more_at_its_end(name: str, order: Any)
         wiring.step(step)
         out = run(compiled, inputs)
     assert counter.frame_count == 2
-    assert counter.op_count - before < before  # the second graph is without the additions
+    assert counter.op_count - before < before  # the second graph has no residual additions
     original = family.build()
     with weighted(original, family, [(0.0, 1.0)] * len(family.sites)):
         assert difference(out, run(original, inputs)) < CLOSE
 
 
 def test_weights_that_differ_between_sites_are_inputs_of_the_graph() -> None:
-    """As constants they would make kernels of their own for every block."""
+    """As constants they would lead to different kernels for each block."""
     family = FAMILIES["timm_vit"]
     inputs, model = family.inputs(2), family.build()
     wiring = unskip.rewire(model, Decay(0.3), inputs, verify=False)
@@ -169,7 +169,7 @@ def test_blocks_of_equal_weights_share_one_compiled_graph() -> None:
 def test_learned_weights_train_under_compile(rule: Any) -> None:
     family = FAMILIES["timm_vit"]
     inputs, model = family.inputs(2), family.build()
-    with cautioned(family):
+    with expected_warnings(family):
         wiring = unskip.rewire(model, rule, inputs, verify=False)
     _, grads = gradients(model, inputs)
     counter = CompileCounter()

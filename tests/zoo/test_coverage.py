@@ -1,6 +1,6 @@
-"""Audit and rewire over one model of every architecture file of timm: the zoo at large.
+"""Audit and rewire one model of each architecture file of timm.
 
-Models of up to 50 million parameters have values, so that the rewiring is verified; larger ones are meta tensors.
+Models of up to 50 million parameters have values, so that the rewiring is verified; larger ones are on the meta device.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ FILES: dict[str, list[str]] = defaultdict(list)
 for _name in timm.list_models():
     FILES[_model_to_module[_name]].append(_name)
 
-# Where the audit finds no residual addition; recorded from its answers, so a guard against change.
+# Architectures without a residual addition according to the audit; recorded, to detect changes.
 WITHOUT = {"densenet", "inception_v3", "inception_v4", "mobilenetv3", "rdnet", "selecsls", "vgg", "vovnet"}
 
 
-# Too large as they come, and ask for values in forward, which meta tensors do not have.
+# Large models that need values in forward, so they are made smaller instead of using the meta device.
 CUT_SHORT = {"gemma4_vit": {"depth": 2}}
 
 
 def smallest(names: list[str], **changes: int) -> tuple[str, nn.Module]:
-    """The smallest of the first few models by name, with values where it is small enough."""
+    """The smallest of the first few models by name; on the meta device if it is large."""
     built = []
     for name in sorted(names, key=len)[:4]:
         with torch.device("meta"):
@@ -47,7 +47,7 @@ def smallest(names: list[str], **changes: int) -> tuple[str, nn.Module]:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:additions that could not be decided")  # they are in the record
+@pytest.mark.filterwarnings("ignore:additions that could not be decided")  # they are recorded
 @pytest.mark.parametrize("file", sorted(FILES))
 def test_every_architecture_of_timm(file: str, record_property: Callable[[str, object], None]) -> None:
     name, model = smallest(FILES[file], **CUT_SHORT.get(file, {}))
@@ -74,7 +74,7 @@ def test_every_architecture_of_timm(file: str, record_property: Callable[[str, o
     gc.collect()  # a hundred models in one process
 
 
-def test_the_page_has_the_numbers_of_the_matrices() -> None:
+def test_the_page_has_the_recorded_counts() -> None:
     whole = json.loads(RESULTS.read_text(encoding="utf-8"))
     count = {name: len(whole[name]["rows"]) for name in ("timm", "transformers")}
     files, types = shares(whole)["timm"], shares(whole)["transformers"]

@@ -1,19 +1,19 @@
-"""Every property of rewiring, for every family of models."""
+"""Properties of rewiring, tested on all families of models."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import tests.zoo.more  # noqa: F401  (enters the families beyond the core)
+import tests.zoo.more  # noqa: F401  (registers further families)
 import torch
 from tests.zoo import handmade
 from tests.zoo.families import FAMILIES, Expected, Family, Poison, tokens
 from tests.zoo.harness import (
     additions,
-    cautioned,
     changes,
     difference,
+    expected_warnings,
     gradient_difference,
     gradients,
     poisoned,
@@ -50,13 +50,13 @@ def test_audit_finds_exactly_the_residuals(family: Family) -> None:
 
 @some_families
 def test_audit_of_one_row_finds_the_same(family: Family) -> None:
-    """A tensor without a batch dimension of its own may have the stream's shape then: a position embedding does."""
+    """With one row, tensors without a batch dimension, such as position embeddings, have the shape of the stream."""
     model = family.build()
     one, two = (unskip.audit(model, family.inputs(batch)) for batch in (1, 2))
     assert [(s.path, s.kind, s.norm, s.source) for s in one] == [(s.path, s.kind, s.norm, s.source) for s in two]
 
 
-# --- What the weights do ----------------------------------------------------------------------------------------------
+# --- Comparison with the reference ------------------------------------------------------------------------------------
 
 
 @some_families
@@ -84,10 +84,10 @@ def test_keep_leaves_every_class_alone(family: Family) -> None:
     assert [type(module) for module in model.modules()] == [type(module) for module in family.build().modules()]
 
 
-def agree(family: Family, rule: Any, weights: Weights, training: bool) -> None:
-    """A rewired model and the oracle: outputs, with and without gradients, and the gradients.
+def assert_matches_oracle(family: Family, rule: Any, weights: Weights, training: bool) -> None:
+    """Asserts equal outputs, with and without autograd, and equal gradients of a rewired model and the reference.
 
-    The oracle is worth comparing with: at weights of 1 it is the library's forward.
+    Also checks the reference: with weights of 1 it must equal the forward of the library.
     """
     inputs = family.inputs(2)
     model, wiring = rewired(family, rule)
@@ -113,25 +113,27 @@ def agree(family: Family, rule: Any, weights: Weights, training: bool) -> None:
 
 @each_family_with_oracle
 def test_scale_matches_the_oracle(family: Family) -> None:
-    agree(family, HALF, spread(family, [(0.5, 0.7)] * len(family.governed)), training=True)
+    assert_matches_oracle(family, HALF, spread(family, [(0.5, 0.7)] * len(family.governed)), training=True)
 
 
 @some_families_with_oracle
 def test_decay_matches_the_oracle(family: Family) -> None:
     last = len(family.governed) - 1
-    agree(family, Decay(0.3), spread(family, [(1 - 0.7 * i / last, 1.0) for i in range(last + 1)]), training=False)
+    assert_matches_oracle(
+        family, Decay(0.3), spread(family, [(1 - 0.7 * i / last, 1.0) for i in range(last + 1)]), training=False
+    )
 
 
 @some_families_with_oracle
 def test_weights_of_its_own_for_every_site_match_the_oracle(family: Family) -> None:
     weights = [(1.0, 0.8), (0.0, 1.2), *((0.4 + 0.1 * i, 1.1 - 0.05 * i) for i in range(len(family.sites)))]
     weights = weights[: len(family.sites)]
-    agree(family, {at(i): Scale(*weight) for i, weight in enumerate(weights)}, weights, training=True)
+    assert_matches_oracle(family, {at(i): Scale(*weight) for i, weight in enumerate(weights)}, weights, training=True)
 
 
 @each_family_with_oracle
 def test_cut_matches_the_oracle(family: Family) -> None:
-    agree(family, Cut(), spread(family, [(0.0, 1.0)] * len(family.governed)), training=False)
+    assert_matches_oracle(family, Cut(), spread(family, [(0.0, 1.0)] * len(family.governed)), training=False)
 
 
 @some_families_with_oracle
@@ -176,14 +178,14 @@ def test_cut_leaves_no_addition(family: Family) -> None:
 
 @some_families
 def test_cut_keeps_a_nan_in_the_stream_from_the_output(family: Family) -> None:
-    """The stream is NaN from the first block on and the branches are not. Each site alone, cut, ends that."""
+    """The stream is NaN from the first block on, and branches are finite. Cutting any single site removes the NaN."""
     inputs = family.inputs(2)
     poisons = [family.poison] * len(family.sites) if isinstance(family.poison, Poison) else family.poison
     for index, poison in enumerate(poisons):
         model = family.build()
         with poisoned(model, poison):
             assert any(out.isnan().any() for out in run(model, inputs)), "the poison does not arrive"
-        with cautioned(family):
+        with expected_warnings(family):
             unskip.rewire(model, Cut(), inputs, where=at(index), verify=False)
         with poisoned(model, poison):
             assert all(out.isfinite().all() for out in run(model, inputs)), family.sites[index]
@@ -196,11 +198,11 @@ def test_cut_under_drop_path_warns(name: str) -> None:
         unskip.rewire(family.build(), Cut(), family.inputs(2))
 
 
-# --- Cases of single families -----------------------------------------------------------------------------------------
+# --- Single families --------------------------------------------------------------------------------------------------
 
 
 @each_family
-def test_a_reference_is_written_for_every_class(family: Family) -> None:
+def test_every_class_with_an_addition_has_a_reference(family: Family) -> None:
     model = family.build()
     adders = [type(model.get_submodule(site.path)) for site in family.sites]
     assert family.oracle == ({f"{cls.__module__}.{cls.__qualname__}" for cls in adders} <= REFERENCES.keys())
@@ -210,8 +212,8 @@ def test_a_reference_is_written_for_every_class(family: Family) -> None:
 @pytest.mark.parametrize(
     "arguments", [{"attend": False}, {"times": 1}, {"attend": False, "times": 0}, {"times": 2}], ids=str
 )
-def test_control_flow_goes_the_way_the_arguments_say(arguments: dict[str, Any]) -> None:
-    """Rewired on an example with both steps, called with other arguments."""
+def test_control_flow_depends_on_the_arguments_of_each_call(arguments: dict[str, Any]) -> None:
+    """The example runs both steps; calls have other arguments."""
     family = FAMILIES["hand_control_flow"]
     inputs, weights = family.inputs(2), [(0.4 + 0.1 * i, 0.9 - 0.1 * i) for i in range(6)]
     model, _ = rewired(family, {at(i): Scale(*weight) for i, weight in enumerate(weights)})
@@ -222,7 +224,7 @@ def test_control_flow_goes_the_way_the_arguments_say(arguments: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("rule", [Keep(), HALF, Cut(), Anneal(Keep(), HALF, steps=4)], ids=str)
-def test_an_addition_into_a_tensor_still_writes_to_it(rule: Any) -> None:
+def test_an_addition_in_place_still_changes_its_tensor(rule: Any) -> None:
     block = handmade.IntoStream()
     wiring = unskip.rewire(block, rule, tokens(2, handmade.WIDTH), force=True)
     wiring.step(2)
@@ -236,8 +238,8 @@ def test_an_addition_into_a_tensor_still_writes_to_it(rule: Any) -> None:
     assert difference([x], [wanted]) < CLOSE
 
 
-def test_the_example_is_not_written_to() -> None:
-    """Also by a model that writes into what it is given."""
+def test_the_example_is_not_changed() -> None:
+    """The model changes its input in place."""
     block, example = handmade.IntoStream(), tokens(2, handmade.WIDTH)
     unskip.audit(block, example)
     unskip.rewire(block, HALF, example)
@@ -269,7 +271,7 @@ def test_a_failed_second_rewiring_keeps_the_first() -> None:
     assert wiring.alphas == [0.2] * len(family.sites)
 
 
-def test_context_manager_gives_learned_weights_back() -> None:
+def test_context_manager_restores_learned_weights() -> None:
     family = FAMILIES["timm_vit"]
     inputs = family.inputs(2)
     model, wiring = rewired(family, Learn(0.5))
@@ -280,4 +282,6 @@ def test_context_manager_gives_learned_weights_back() -> None:
     with unskip.rewired(model, Cut(), inputs):
         pass
     assert wiring.alphas == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert {name: id(parameter) for name, parameter in wiring.parameters.items()} == learned  # an optimizer holds them
+    assert {
+        name: id(parameter) for name, parameter in wiring.parameters.items()
+    } == learned  # the same tensors, because an optimizer has references to them

@@ -1,4 +1,4 @@
-"""What rewiring a family leaves as it was: weights, classes, copies, and how training tools see it."""
+"""Rewiring does not change weights, modules and classes, and works with copies and training tools."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tests.zoo.more  # noqa: F401  (enters the families beyond the core)
+import tests.zoo.more  # noqa: F401  (registers further families)
 import torch
 from tests.zoo.families import FAMILIES, PRISTINE, Family, classes
 from tests.zoo.harness import (
-    cautioned,
     changes,
     checkpointed,
+    expected_warnings,
     floats,
     gradient_difference,
     gradients,
+    recorded_outputs,
     run,
     same,
     snapshot,
-    watched,
 )
 from tests.zoo.rewired import CLOSE, HALF, rewired, some_families, some_families_and, spread
 from torch import nn
@@ -34,7 +34,7 @@ import unskip
 from unskip import Anneal, Cut, Decay, Keep, Learn, Scale, Wiring
 from unskip.errors import ForwardError
 
-# --- What stays as it is ----------------------------------------------------------------------------------------------
+# --- Unchanged weights, classes and outputs ---------------------------------------------------------------------------
 
 
 @some_families_and(HALF, Cut(), Anneal(Keep(), HALF, steps=4))
@@ -42,7 +42,7 @@ def test_weights_and_modules_stay(family: Family, rule: Any) -> None:
     model = family.build()
     values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    with cautioned(family):
+    with expected_warnings(family):
         wiring = unskip.rewire(model, rule, family.inputs(2))
     wiring.step(2)
     state = model.state_dict()
@@ -70,7 +70,7 @@ def test_other_instances_and_the_classes_are_left_alone(family: Family) -> None:
         attributes, names = PRISTINE[cls]
         assert dict(vars(cls)) == attributes
         new = set(vars(sys.modules[cls.__module__])) - names
-        # torch.compile, in an earlier test, leaves such names in the modules it compiles.
+        # torch.compile adds such names to modules in earlier tests.
         assert not [name for name in new if "unskip" in name and not name.startswith("__import_")]
 
 
@@ -81,7 +81,7 @@ def test_undo_restores_everything(family: Family) -> None:
     with torch.no_grad():
         quiet = run(model, inputs)
     for rule in (HALF, Cut(), Learn(0.5), Anneal(Keep(), Cut(), steps=4)):
-        with cautioned(family):
+        with expected_warnings(family):
             wiring = unskip.rewire(model, rule, inputs, verify=rule is HALF)
         wiring.step(2)
         assert not same(run(model, inputs), outputs)
@@ -97,11 +97,11 @@ def test_undo_restores_everything(family: Family) -> None:
 def test_context_manager_restores_everything(family: Family) -> None:
     inputs, model = family.inputs(2), family.build()
     before, outputs = snapshot(model), run(model, inputs)
-    with cautioned(family), unskip.rewired(model, Cut(), inputs) as wiring:
+    with expected_warnings(family), unskip.rewired(model, Cut(), inputs) as wiring:
         assert [alpha == 0 for alpha in wiring.alphas] == [i in family.governed for i in range(len(family.sites))]
         assert not same(run(model, inputs), outputs)
     assert changes(before, snapshot(model)) == []
-    with pytest.raises(ZeroDivisionError), cautioned(family), unskip.rewired(model, Cut(), inputs):
+    with pytest.raises(ZeroDivisionError), expected_warnings(family), unskip.rewired(model, Cut(), inputs):
         raise ZeroDivisionError
     assert changes(before, snapshot(model)) == []
     assert same(run(model, inputs), outputs)
@@ -112,7 +112,7 @@ def test_context_manager_gives_the_wiring_back_that_was_there(family: Family) ->
     inputs = family.inputs(2)
     model, wiring = rewired(family)
     outputs = run(model, inputs)
-    with cautioned(family), unskip.rewired(model, Cut(), inputs):
+    with expected_warnings(family), unskip.rewired(model, Cut(), inputs):
         assert not same(run(model, inputs), outputs)
     assert list(zip(wiring.alphas, wiring.betas, strict=True)) == spread(family, [(0.5, 0.7)] * len(family.governed))
     assert Wiring.of(model) is wiring
@@ -150,7 +150,7 @@ def test_a_rewiring_that_fails_leaves_the_model_as_it_was(
     elif fault == "where":
         options["where"] = lambda site: 1 / (last - site.index) > 0
     else:
-        # At the last module of the real rewiring: the others are patched by then.
+        # Fails at the last module, when all others are patched.
         _fail_at(monkeypatch, len({family.sites[i].path for i in family.governed}))
         options["verify"] = False
     with pytest.raises(error):
@@ -250,9 +250,9 @@ def test_gradient_checkpointing_changes_no_gradient(family: Family, rule: Any) -
     inputs = family.inputs(2)
     model, _ = rewired(family, rule)
     model.train()
-    with watched(model) as calls:
+    with recorded_outputs(model) as calls:
         outputs, grads = gradients(model, inputs)
-    with checkpointed(model, family), watched(model) as more_calls:
+    with checkpointed(model, family), recorded_outputs(model) as more_calls:
         checked, checked_grads = gradients(model, inputs)
     assert len(more_calls) >= len(calls) + len(family.sites), "nothing was computed twice"
     assert same(outputs, checked)
@@ -260,7 +260,9 @@ def test_gradient_checkpointing_changes_no_gradient(family: Family, rule: Any) -
 
 
 @some_families_and(HALF, Keep(), Scale(0.5), Scale(1.0, 0.7), Cut(), Learn(0.5), Anneal(Keep(), HALF, steps=4))
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # of a layer norm in bfloat16
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype between input and weight:UserWarning"
+)  # from a layer norm in bfloat16
 def test_autocast_keeps_every_dtype(family: Family, rule: Any) -> None:
     inputs = family.inputs(2)
     original = family.build()
@@ -268,7 +270,7 @@ def test_autocast_keeps_every_dtype(family: Family, rule: Any) -> None:
     wiring.step(2)
     seen: list[Any] = []
     for each in (original, model):
-        with torch.autocast("cpu", torch.bfloat16), watched(each) as dtypes:
+        with torch.autocast("cpu", torch.bfloat16), recorded_outputs(each) as dtypes:
             outputs, grads = gradients(each, inputs)
         seen.append(dtypes)
         assert all(tensor.isfinite().all() for tensor in (*outputs, *grads.values()))

@@ -1,6 +1,6 @@
-"""torch.nn's encoders fuse their residuals into one kernel at inference, where there is no addition to weigh.
+"""In inference the encoder layers of torch.nn use one fused kernel, which includes the residual additions.
 
-A weighed layer must not take that path, and every other layer must keep it.
+A layer with weights other than 1 must not use that kernel, and all other layers must still use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensor
 
 X = tokens(3, 16, length=6)
 LENGTHS = torch.tensor([6, 4, 2])
-PADDED = torch.arange(6) >= LENGTHS[:, None]  # (batch, tokens), True where there is no token
+PADDED = torch.arange(6) >= LENGTHS[:, None]  # (batch, tokens), True for padding
 RULES = [Scale(0.5, 0.7), Cut(), Scale(0.5), Scale(1.0, 0.7), Anneal(Keep(), Scale(0.2, 0.6), steps=10)]
 
 each_order = pytest.mark.parametrize("name", ["nn_encoder_pre", "nn_encoder_post"])
@@ -40,7 +40,7 @@ def no_grad() -> Iterator[None]:
 
 
 class Fused(TorchDispatchMode):
-    """Counts the fused layers."""
+    """Counts calls of the fused kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def valid(x: Tensor, mask: Tensor | None) -> list[Tensor]:
 
 @each_order
 @each_mask
-def test_the_reference_is_the_fused_kernel_at_one(name: str, mask: Tensor | None) -> None:
+def test_the_reference_with_weights_of_one_matches_the_fused_kernel(name: str, mask: Tensor | None) -> None:
     model = FAMILIES[name].build()
     assert fused(model, mask) == 2
     out = model(X, src_key_padding_mask=mask)
@@ -109,7 +109,7 @@ def test_the_reference_is_the_fused_kernel_at_one(name: str, mask: Tensor | None
 @each_order
 @each_rule
 @each_mask
-def test_weighed_layers_match_the_reference(name: str, rule: Any, mask: Tensor | None) -> None:
+def test_weighted_layers_match_the_reference(name: str, rule: Any, mask: Tensor | None) -> None:
     model = FAMILIES[name].build()
     plain = model(X, src_key_padding_mask=mask)
     wiring = unskip.rewire(model, rule, X)
@@ -154,7 +154,7 @@ def test_keep_leaves_the_fast_path_on(name: str, mask: Tensor | None, force: boo
 
 @each_order
 @each_mask
-def test_an_anneal_leaves_the_fast_path_and_may_come_back_to_it(name: str, mask: Tensor | None) -> None:
+def test_an_anneal_leaves_the_fast_path_and_returns_to_it_at_one(name: str, mask: Tensor | None) -> None:
     model = FAMILIES[name].build()
     plain = model(X, src_key_padding_mask=mask)
     wiring = unskip.rewire(model, Anneal(Scale(0.2), Keep(), steps=4), X)
@@ -166,7 +166,7 @@ def test_an_anneal_leaves_the_fast_path_and_may_come_back_to_it(name: str, mask:
 
 @each_order
 @each_mask
-def test_only_the_weighed_layer_leaves_the_fast_path(name: str, mask: Tensor | None) -> None:
+def test_only_the_weighted_layer_leaves_the_fast_path(name: str, mask: Tensor | None) -> None:
     model = FAMILIES[name].build()
     unskip.rewire(model, Scale(0.5, 0.7), X, where=lambda site: site.path == "layers.1")
     assert fused(model, mask) == 1
@@ -176,7 +176,7 @@ def test_only_the_weighed_layer_leaves_the_fast_path(name: str, mask: Tensor | N
 
 
 @each_order
-def test_copies_stay_off_the_fast_path_and_return_to_it(name: str) -> None:
+def test_copies_leave_the_fast_path_and_return_to_it_after_undo(name: str) -> None:
     model = FAMILIES[name].build()
     before, plain = flags(model), model(X)
     unskip.rewire(model, Scale(0.5, 0.7), X)
@@ -191,7 +191,7 @@ def test_copies_stay_off_the_fast_path_and_return_to_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nn_encoder_layer_pre", "nn_encoder_layer_post"])
-def test_a_layer_alone(name: str) -> None:
+def test_a_single_layer(name: str) -> None:
     model = FAMILIES[name].build()
     before, plain = flags(model), model(X)
     assert fused(model) == 1

@@ -1,6 +1,6 @@
-"""One line that adds a branch in every turn of a loop: turns that are left out, come in another order or are too many.
+"""One line in a loop adds several branches: iterations may be skipped or reordered, and too many are refused.
 
-The expected outputs are written out by hand, with nothing of unskip.
+The expected outputs are computed by hand, without unskip.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pairs() -> nn.ModuleList:
 
 
 class ByModule(nn.Module):
-    """Layer drop: the loop runs over some of the modules."""
+    """Layer drop: the loop runs over a selection of the modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ByModule(nn.Module):
 
 
 class ByList(ByModule):
-    """The variable is a list of modules, and a number counts beside it."""
+    """The loop variable is a list of modules, with a counter."""
 
     def forward(self, x: Tensor, order: tuple[int, ...] = EVERY) -> Tensor:
         for _, layer in enumerate([self.layers[index] for index in order]):
@@ -51,7 +51,7 @@ class ByList(ByModule):
 
 
 class ByNumber(ByModule):
-    """Only the number says which branch it is."""
+    """Only the loop counter identifies the branch."""
 
     def forward(self, x: Tensor, order: tuple[int, ...] = EVERY) -> Tensor:
         for index in order:
@@ -61,7 +61,7 @@ class ByNumber(ByModule):
 
 
 class ByNothing(ByModule):
-    """Nothing says which branch it is."""
+    """No loop variable identifies the branch."""
 
     def forward(self, x: Tensor, order: tuple[int, ...] = EVERY) -> Tensor:
         left = [self.layers[index] for index in order]
@@ -98,13 +98,13 @@ def test_each_branch_keeps_its_weight_in_any_order(cls: type[ByModule]) -> None:
 
 
 @pytest.mark.parametrize("cls", [ByModule, ByList, ByNumber, ByNothing])
-def test_more_turns_than_the_example_had_are_refused(cls: type[ByModule]) -> None:
+def test_more_iterations_than_in_the_example_are_refused(cls: type[ByModule]) -> None:
     model, _ = built(cls)
     with pytest.raises(RewireError, match="more than the 4 turns"):
         model(X, (0, 1, 2, 3, 0))
 
 
-def test_fewer_turns_are_refused_where_nothing_tells_which() -> None:
+def test_fewer_iterations_are_refused_if_branches_cannot_be_identified() -> None:
     model, alphas = built(ByNothing)
     torch.testing.assert_close(model(X), by_hand(model, alphas, EVERY))
     torch.testing.assert_close(model(X, ()), X)
@@ -112,7 +112,7 @@ def test_fewer_turns_are_refused_where_nothing_tells_which() -> None:
         model(X, (1, 3))
 
 
-def test_a_branch_that_the_example_did_not_run_is_refused() -> None:
+def test_a_branch_that_did_not_run_in_the_example_is_refused() -> None:
     torch.manual_seed(0)
     model = ByModule()
     unskip.rewire(model, Decay(0.5), (X, (0, 1)))
@@ -126,7 +126,7 @@ def test_loops_compile_to_one_graph() -> None:
     torch.testing.assert_close(compiled(X, (1, 3)), by_hand(model, alphas, (1, 3)))
 
 
-def test_a_saved_wiring_keeps_what_tells_branches_apart(tmp_path: Path) -> None:
+def test_a_loaded_wiring_identifies_the_branches(tmp_path: Path) -> None:
     model, alphas = built(ByModule)
     unskip.save(model, tmp_path / "saved")
     loaded = unskip.load(tmp_path / "saved", model=ByModule())

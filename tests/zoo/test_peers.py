@@ -1,6 +1,6 @@
-"""Models of vit-pytorch and x-transformers: their sites, their blocks, and what they compute once rewired.
+"""Models of vit-pytorch and x-transformers: their sites, their blocks, and their outputs when rewired.
 
-Kinds and blocks were written down from the libraries' source. A few run in `make test`, all of them in the full matrix.
+Expected kinds and blocks are taken from the libraries' source. A few models run in `make test`, all in the full tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import unskip
 from unskip.anatomy import Example
 from unskip.errors import NoResidualError
 
-pytestmark = [  # what the libraries warn of, and what rewire says of additions that it leaves alone
+pytestmark = [  # warnings of the libraries, and of rewire about unclassified additions
     pytest.mark.filterwarnings(f"ignore:{text}")
     for text in (".torch.jit.script. is deprecated", ".torch.backends.cuda.sdp_kernel", "flex_attention called without")
 ]
@@ -40,7 +40,7 @@ LETTERS = {"attention": "A", "mlp": "M", "conv": "C", "parallel": "P", "ssm": "S
 
 @each_peer
 @torch.no_grad()
-def test_sites_and_blocks_are_those_of_the_source(peer: Peer) -> None:
+def test_sites_and_blocks_match_the_source(peer: Peer) -> None:
     model, example = peer.build()
     audit = unskip.audit(model, example)
     assert "".join(LETTERS[site.kind] for site in audit if not site.long) == peer.kinds
@@ -58,11 +58,11 @@ def test_sites_and_blocks_are_those_of_the_source(peer: Peer) -> None:
 @each_that_rewires
 @pytest.mark.filterwarnings("ignore:additions that could not be decided")
 @torch.no_grad()
-def test_rewired_and_undone_it_is_the_model_again(peer: Peer) -> None:
+def test_rewiring_is_verified_and_undo_restores_the_outputs(peer: Peer) -> None:
     model, example = peer.build()
     run = Example.of(example).run
     before = _first(run(model))
-    with unskip.rewired(model, "scale:0.6,0.8", example):  # checked against its own oracle
+    with unskip.rewired(model, "scale:0.6,0.8", example):  # rewire verifies the outputs
         assert not torch.equal(_first(run(model)), before)
     assert torch.equal(_first(run(model)), before)
 
@@ -73,13 +73,13 @@ def _first(output: Any) -> Tensor:
     return output
 
 
-# --- Forwards by hand -------------------------------------------------------------------------------------------------
+# --- Handwritten forwards ---------------------------------------------------------------------------------------------
 
 Weights = list[tuple[float, float]]
 
 
 def pairs(self: Any, weights: Weights, x: Tensor) -> Tensor:
-    """vit-pytorch's Transformer: attention and MLP in pairs, and a last norm."""
+    """vit-pytorch's Transformer: pairs of attention and MLP, and a final norm."""
     left = iter(weights)
     for attention, feed_forward in self.layers:
         for branch in (attention, feed_forward):
@@ -89,7 +89,7 @@ def pairs(self: Any, weights: Weights, x: Tensor) -> Tensor:
 
 
 def keel(self: Any, weights: Weights, x: Tensor) -> Tensor:
-    """The stream is multiplied by the number of layers, and the sum normalised, from the second layer on."""
+    """From the second layer on, the stream is multiplied by the number of layers and the sum is normalised."""
     for index, (layer, (a, b)) in enumerate(zip(self.layers, weights, strict=True)):
         scale = 1 if index == 0 else self.keel_residual_scale
         x = a * (scale * x) + b * layer(x)
@@ -99,7 +99,7 @@ def keel(self: Any, weights: Weights, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("name", "forward"), [("vit", pairs), ("vit_with_keel_post_ln", keel)])
 @torch.no_grad()
-def test_a_rewired_vit_is_the_forward_by_hand(name: str, forward: Callable[..., Tensor]) -> None:
+def test_a_rewired_vit_matches_the_handwritten_forward(name: str, forward: Callable[..., Tensor]) -> None:
     model, images = VIT_PYTORCH[name].build()
     wiring = unskip.rewire(model, "decay:0.5", images)
     weights = list(zip(wiring.alphas, wiring.betas, strict=True))
@@ -108,13 +108,13 @@ def test_a_rewired_vit_is_the_forward_by_hand(name: str, forward: Callable[..., 
     by_hand = lambda self, x: forward(self, weights, x)  # noqa: E731
     model.transformer.forward = MethodType(by_hand, model.transformer)  # type: ignore[method-assign, union-attr]
     torch.testing.assert_close(found, model(images))
-    own = 4.0**3 if forward is keel else 1.0  # of the model itself
+    own = 4.0**3 if forward is keel else 1.0  # factors that the model itself has on its stream
     assert decay == pytest.approx(own * torch.tensor([a for a, _ in weights]).prod().item())
 
 
 @pytest.mark.parametrize("name", ["decoder", "post-norm", "scale_residual_constant", "macaron"])
 @torch.no_grad()
-def test_a_rewired_language_model_is_the_forward_by_hand(name: str) -> None:
+def test_a_rewired_language_model_matches_the_handwritten_forward(name: str) -> None:
     model, ids = X_TRANSFORMERS[name].build()
     wiring = unskip.rewire(model, "scale:0.6,0.8", ids)
     found = model(ids)

@@ -1,6 +1,6 @@
-"""Shapes of residuals that models in the wild have: what the audit says, and what a rewired model computes.
+"""Unusual residual structures from published models: the audit, and the outputs of rewired models.
 
-The models are written here, and so are the expected outputs, with nothing of unskip.
+The models and the expected outputs are handwritten, without unskip.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def linear() -> nn.Linear:
 
 
 class HyperConnection(nn.Module):
-    """Four streams, mixed by weights that depend on them; the branch reads a mixture and is added to all."""
+    """Four streams with input-dependent mixing; the branch reads a mixture and is added to all streams."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class HyperConnection(nn.Module):
         return (self.f(read)[:, :, None].expand_as(rest) + rest).sum(2)
 
 
-class MixedByTheData(nn.Module):
-    """Two streams: a branch reads their sum, and they are mixed by a matrix that is computed from them (mHC)."""
+class InputDependentMixing(nn.Module):
+    """Two streams: a branch reads their sum, and a matrix computed from the streams mixes them (mHC)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +81,8 @@ class Stacked(nn.Module):
         return torch.stack([x, self.f(x)]).sum(0)
 
 
-class WeighedStack(Stacked):
-    """The sum is a product with a weight."""
+class WeightedStack(Stacked):
+    """The sum is computed by a product with a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,8 +97,8 @@ class Concatenated(Stacked):
         return torch.cat([x[None], self.f(x)[None]]).sum(0)
 
 
-class OverDepth(Stacked):
-    """A softmax over the outputs of all layers, as attention over depth has it."""
+class AttentionOverDepth(Stacked):
+    """Attention over depth: a softmax over the outputs of all layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,13 +113,13 @@ class OverDepth(Stacked):
     ("cls", "reason"),
     [
         (HyperConnection, "several streams"),
-        (MixedByTheData, "depends on the input"),
+        (InputDependentMixing, "depends on the input"),
         (Gated, "depends on the input"),
         (Reversible, "several streams"),
         (Stacked, "stack"),
-        (WeighedStack, "stack"),
+        (WeightedStack, "stack"),
         (Concatenated, "stack"),
-        (OverDepth, "stack"),
+        (AttentionOverDepth, "stack"),
     ],
 )
 def test_several_streams_are_reported(cls: type[nn.Module], reason: str) -> None:
@@ -130,7 +130,7 @@ def test_several_streams_are_reported(cls: type[nn.Module], reason: str) -> None
         unskip.rewire(model, "cut", X)
 
 
-def test_a_model_without_any_sum_says_so() -> None:
+def test_a_model_without_any_sum_is_reported() -> None:
     assert "no residual" in str(unskip.audit(nn.Sequential(linear(), nn.GELU(), linear()), X))
 
 
@@ -176,7 +176,7 @@ def test_attention_to_a_learned_memory_is_cross_attention() -> None:
 
 
 class StateSpace(nn.Module):
-    """A selective scan: a state that decays by exp(dt A), A = -exp(a weight), and takes dt B x in, read out by C."""
+    """A selective scan: h <- exp(dt A) h + dt B x with A = -exp(a weight); the output is C h."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class StateSpace(nn.Module):
         return x + self.out(torch.stack(read, 1))
 
 
-def test_state_spaces_are_a_kind_of_their_own() -> None:
+def test_the_kind_of_a_state_space_model() -> None:
     torch.manual_seed(0)
     model = StateSpace()
     (site,) = [site for site in unskip.audit(model, X) if site.path == ""]
@@ -222,7 +222,7 @@ class FixedDecay(nn.Module):
 
 
 class GatedDecay(FixedDecay):
-    """A gate from the input times softplus(a weight), as in Griffin's RG-LRU, behind a convolution."""
+    """The decay is an input-dependent gate times softplus(a weight), after a convolution, as in Griffin's RG-LRU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class GatedDecay(FixedDecay):
 
 
 class TimeMixing(nn.Module):
-    """RWKV's linear attention: numerator and denominator decay by exp(-exp(a weight)), kept in range by a maximum."""
+    """RWKV's linear attention: numerator and denominator decay by exp(-exp(a weight)), scaled by a running maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class LinearAttention(nn.Module):
 
 
 class DeltaRule(nn.Module):
-    """A matrix as the state, from which the value of a key is taken before the new one is written: S + k (v - k S)."""
+    """The delta rule, with a matrix as the state: S <- S + k (v - k S)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class DeltaRule(nn.Module):
 
 
 class Modulation(nn.Module):
-    """Contexts of growing reach, each weighed by a gate, inside one branch, as in FocalNet."""
+    """A gated sum of contexts with growing receptive fields, inside one branch, as in FocalNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class Recurrent(nn.Module):
 
 
 class Spectrum(nn.Module):
-    """A filter over all tokens, as a product of spectra."""
+    """A global filter over tokens, as a product of Fourier spectra."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class Spectrum(nn.Module):
 
 
 class Routed(nn.Module):
-    """A router's two largest weights and the outputs of all experts, by einsum; nothing is called an expert."""
+    """An einsum of the two largest router weights with the outputs of all experts; no name contains "expert"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ class Routed(nn.Module):
         (Routed, "mlp"),
     ],
 )
-def test_mixers_of_tokens_and_mixtures_of_experts(cls: type[nn.Module], kind: str) -> None:
+def test_the_kind_of_token_mixers_and_mixtures_of_experts(cls: type[nn.Module], kind: str) -> None:
     torch.manual_seed(0)
     model = cls()
     audit = unskip.audit(model, X)
@@ -361,7 +361,7 @@ class Adds(nn.Module):
 
 
 class PostNormAround(nn.Module):
-    """The addition is in a module of its own, the norm in its parent."""
+    """The addition is in a separate module, and the norm in its parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ class PostNormAround(nn.Module):
 
 
 class FinalNorm(PostNormAround):
-    """The same without norms but for one at the end, which is none of a block."""
+    """Like PostNormAround, but with a single final norm, which does not belong to a block."""
 
     def forward(self, x: Tensor) -> Tensor:
         for branch, add, _ in self.layers:
@@ -388,7 +388,7 @@ def test_post_norm_across_submodules(cls: type[nn.Module], norm: str) -> None:
     assert [(site.kind, site.norm) for site in sites] == [("attention", norm), ("mlp", norm)] * 2
 
 
-def test_a_rule_for_projected_shortcuts_alone_says_how_to_pick_them() -> None:
+def test_a_rule_that_selects_only_projected_shortcuts_names_the_predicate() -> None:
     class Streams(nn.Module):
         """Two streams, mixed by a matrix of weights."""
 

@@ -1,7 +1,7 @@
-"""One small random model of every type behind AutoModel: audited, rewired, verified, and put back.
+"""One small random model of each type of AutoModel: audited, rewired, verified, and restored.
 
-Each type comes to one outcome. KNOWN names those that are not "done", with the reason, so that the list stays true: a
-type that breaks or begins to work fails its test.
+Each type has one outcome. KNOWN lists the types whose outcome is not "done", with the reason. A type whose outcome
+changes fails its test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from unskip.errors import BadInput, ForwardError, RewireError
 
 LIMIT = 60  # seconds of processor time for one type
 
-# outcome, reason, types
+# (outcome, reason, types)
 KNOWN: list[tuple[str, str, str]] = [
     ("does not build small", "needs a library that is not installed", "dinat higgs_audio_v2_tokenizer layoutlmv2"),
     (
@@ -95,7 +95,7 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 def brief(error: Exception) -> str:
-    """The first line of an error, without the folders of this machine."""
+    """The first line of an error, without absolute paths."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {re.sub(r'/[^ ]*site-packages/', '', first)[:300]}"
 
@@ -107,7 +107,7 @@ def make(name: str) -> nn.Module:
 
 
 def outcome_of(name: str, record: Callable[[str, object], None]) -> str:
-    """What becomes of one type."""
+    """The outcome of one type."""
     try:
         model = make(name)
     except TooLong:
@@ -137,12 +137,12 @@ def outcome_of(name: str, record: Callable[[str, object], None]) -> str:
 
 
 def check(model: nn.Module, given: Any, plain: bool) -> None:
-    """Rewiring verifies and moves the outputs; undoing puts them back bit for bit."""
+    """Rewiring is verified and changes the outputs; undo restores them bit for bit."""
     inputs = example_for(model, given).kwargs
     classes = [type(module) for module in model.modules()]
     with torch.no_grad():
         before = run(model, inputs)
-        # Without a predicate, projected shortcuts and long skips are kept: a model that has no others says so.
+        # By default projected shortcuts and long skips are kept, so rewire refuses a model that has only those.
         wiring = unskip.rewire(model, Scale(0.9, 0.8), given, where=None if plain else lambda site: True)
         assert wiring.verified
         assert not same(run(model, inputs), before)
@@ -157,14 +157,14 @@ def test_every_type_of_transformers(name: str, record_property: Callable[[str, o
     expected, reason = EXPECTED.get(name, ("done", ""))
     record_property("reason", reason)
     with warnings.catch_warnings(), limited(LIMIT):
-        warnings.simplefilter("ignore")  # six hundred models, each with warnings of its own
+        warnings.simplefilter("ignore")  # six hundred models with various warnings
         outcome = outcome_of(name, record_property)
     record_property("outcome", outcome)
     gc.collect()
     assert outcome == expected
 
 
-def test_every_known_name_is_a_type() -> None:
+def test_names_in_known_are_types() -> None:
     names = [name for _, _, names in KNOWN for name in names.split()]
     assert len(set(names)) == len(names)
     assert set(names) | set(EXAMPLES) <= set(MODEL_MAPPING_NAMES)
