@@ -1,8 +1,9 @@
 """Frozen heads, so that a model without skips keeps a path that passes tokens on.
 
 A carrying head of `skipless_(carry=...)` starts as an orthogonal map of each token. Training changes it, most in the
-last blocks, and tokens become similar. Zero gradients would not prevent that: weight decay still acts, and SOAP mixes the entries of a matrix.
-So these weights are restored after each optimizer step, or with a rate r partly: w <- w + r (step(w) - w).
+last blocks, and tokens become similar. Zero gradients would not prevent that: weight decay still acts, and SOAP mixes
+the entries of a matrix. So these weights are restored after each optimizer step, or with a rate r partly:
+w <- w + r (step(w) - w).
 """
 
 from __future__ import annotations
