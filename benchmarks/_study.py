@@ -155,31 +155,31 @@ def decode_once() -> None:
 
 
 def search(
-    job: Callable[[int, float], Job], decays: Sequence[float], edges: int, score: Callable[[Row], float], done: Row
+    job: Callable[[int, Any], Job], options: Sequence[Any], edges: int, score: Callable[[Row], float], done: Row
 ) -> tuple[list[Job], Row | None]:
-    """Searches weight decay, then the learning rate. Returns the runs still missing, and the best config once none is.
+    """Searches an option such as weight decay, then the learning rate.
 
-    `job(step, decay)` is the run at step `step` of the learning-rate grid; its middle is 0. Weight decay is chosen at
-    the middle rate, then the rate at the best weight decay. If the best rate is at the edge of the grid, the grid is
-    extended, up to `edges` steps from the middle. The highest `score` wins.
+    Returns the runs still missing, and the best config once none is. `job(step, option)` is the run at step `step` of
+    the learning-rate grid; its middle is 0. The option is chosen at the middle rate, then the rate at the best option.
+    A best rate at the edge of the grid extends the grid, up to `edges` steps from the middle. The highest `score` wins.
     """
 
-    def missing(points: list[tuple[int, float]]) -> list[Job]:
+    def missing(points: list[tuple[int, Any]]) -> list[Job]:
         return [trial for point in points if (trial := job(*point))[0] not in done]
 
-    def scored(step: int, decay: float) -> float:
-        return score(done[job(step, decay)[0]])
+    def scored(step: int, option: Any) -> float:
+        return score(done[job(step, option)[0]])
 
-    if trials := missing([(0, decay) for decay in decays]):
+    if trials := missing([(0, option) for option in options]):
         return trials, None
-    decay = max(decays, key=lambda decay: scored(0, decay))
+    best_option = max(options, key=lambda option: scored(0, option))
     steps = [-1, 0, 1]
     while True:
-        if trials := missing([(step, decay) for step in steps]):
+        if trials := missing([(step, best_option) for step in steps]):
             return trials, None
-        best = max(steps, key=lambda step: scored(step, decay))
+        best = max(steps, key=lambda step: scored(step, best_option))
         if best not in (min(steps), max(steps)) or abs(best) >= edges:
-            return [], job(best, decay)[1]
+            return [], job(best, best_option)[1]
         steps.append(best + (1 if best > 0 else -1))
 
 

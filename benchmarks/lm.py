@@ -6,9 +6,9 @@ python benchmarks/lm.py --small --workers 2                       # stdlib on tw
 python benchmarks/lm.py                                          # stdlib on the CPU, a tiny model, three steps a run
 
 A GPT-2 of 10.8 million parameters on bytes, sequences of 256, orthogonal position embeddings. For each wiring and
-optimizer weight decay is chosen at the middle learning rate, then the learning rate at the best weight decay, on text
-that is held out from training; a best rate at the edge adds the next one. What was chosen is trained five times as long
-on the whole training split.
+optimizer, weight decay and, where skips are cut, one of two initialisations are chosen at the middle learning rate, and
+then the learning rate, on text that is held out from training; a best rate at the edge adds the next one. The chosen
+setting is trained five times as long on the whole training split.
 
 search   600 steps of 16,384 bytes, held-out bits per byte
 final    3000 steps, two seeds: test bits per byte, loss against steps and seconds; without each block, read out after
@@ -16,8 +16,8 @@ final    3000 steps, two seeds: test bits per byte, loss against steps and secon
 
 Estimated, not measured, on one H200 (bf16, compiled): 7 to 14 ms a step, by the 2.4 million tokens a second of a ViT of
 half the size in docs/results/skipless-cifar.json. That is 5 to 9 s for the steps of a search and 20 to 45 s for those
-of a final run, about 40 s to build and compile either, and 20 s for what is evaluated after a final one. A text has 84
-to 126 searches and 42 final runs: 30 to 60 minutes with six workers. `--limit` stops in time, begins nothing that would
+of a final run, about 40 s to build and compile either, and 20 s for what is evaluated after a final one. A text has 102
+to 144 searches and 42 final runs: 30 to 60 minutes with six workers. `--limit` stops in time, begins nothing that would
 not end by then, and the same command goes on; a run that was stopped begins anew.
 
 `--small` trains a GPT-2 of 0.7 million parameters on sequences of 128, 2,048 bytes a step, 400 steps in a search and
@@ -37,18 +37,17 @@ from typing import Any
 from _lm_run import Config, tell, value, work
 from _study import ROOT, Job, about, arguments, opened, search, serve, study
 
-CODE = "position_code=orthogonal"  # for every wiring
-KEPT = {"init": f"default:{CODE}"}
-SOME = f"skipless:shaped,vo_gain=1,mlp_gain=1,{CODE}"  # where some skips are kept, branches are as long as the stream
 WIRINGS: dict[str, Config] = {
-    "residual": {"shortcut": "keep", **KEPT},
-    "decay to 0.1": {"shortcut": "decay:product=0.1", **KEPT},
-    "decay to 1e-2": {"shortcut": "decay:product=0.01", **KEPT},
-    "decay to 1e-3": {"shortcut": "decay:product=0.001", **KEPT},
-    "MLP skips cut": {"shortcut": "cut", "where": "mlp", "init": SOME},
-    "attention skips cut": {"shortcut": "cut", "where": "attention", "init": SOME},
-    "all cut + init": {"shortcut": "cut", "init": f"skipless:shaped,{CODE}"},
+    "residual": {"shortcut": "keep"},
+    "decay to 0.1": {"shortcut": "decay:product=0.1"},
+    "decay to 1e-2": {"shortcut": "decay:product=0.01"},
+    "decay to 1e-3": {"shortcut": "decay:product=0.001"},
+    "MLP skips cut": {"shortcut": "cut", "where": "mlp"},
+    "attention skips cut": {"shortcut": "cut", "where": "attention"},
+    "all cut + init": {"shortcut": "cut"},
 }
+CODE = "position_code=orthogonal"  # for every wiring
+UNIT = "skipless:shaped,vo_gain=1,mlp_gain=1"  # branches as large as the stream, for models that keep some skips
 RATES = {"adamw": 1e-3, "muon": 1e-3, "soap": 4e-3}  # the middle ones; the others are a factor of two apart
 DECAYS = (0.1, 1.0)
 EDGES = 3  # how far from the middle rate the search goes, in factors of two
@@ -62,19 +61,33 @@ SMALL_RATE, SMALL_DECAYS = 4e-3, (0.1,)
 TINY |= {"steps": 3, "compile": False, "precision": "float32", "online_sequences": 8, "log_every": 1}
 
 
-def config_of(wiring: str, optimizer: str, lr: float, decay: float) -> Config:
-    own = {**WIRINGS[wiring], "optimizer": optimizer, "lr": lr, "weight_decay": decay}
-    return {**BASE, **own, "validate": True, "seed": 0}
+def inits_of(wiring: str) -> tuple[str, ...]:
+    """The initialisations among which a wiring chooses."""
+    if WIRINGS[wiring]["shortcut"] != "cut":
+        return ("default",)
+    if WIRINGS[wiring].get("where") == "attention":
+        return UNIT, "skipless"  # `paired` sets MLPs alone
+    return UNIT if "where" in WIRINGS[wiring] else "skipless:shaped", "skipless:paired"
+
+
+def config_of(wiring: str, optimizer: str, lr: float, decay: float, init: str) -> Config:
+    own = {**WIRINGS[wiring], "init": f"{init}{',' if ':' in init else ':'}{CODE}"}
+    return {**BASE, **own, "optimizer": optimizer, "lr": lr, "weight_decay": decay, "validate": True, "seed": 0}
 
 
 def chosen_of(wiring: str, optimizer: str, done: dict[str, Any], small: bool) -> tuple[list[Job], Config | None]:
     """The search runs that are still missing, and the chosen config once none is."""
 
-    def job(step: int, decay: float) -> Job:
+    def job(step: int, option: tuple[float, str]) -> Job:
         lr = (SMALL_RATE if small else RATES[optimizer]) * 2.0**step
-        return f"search | {wiring} | {optimizer} | {lr:g} | {decay:g}", config_of(wiring, optimizer, lr, decay)
+        decay, init = option
+        name = f"search | {wiring} | {optimizer} | {lr:g} | {decay:g}"
+        name += f" | {init}" if len(inits) > 1 else ""
+        return name, config_of(wiring, optimizer, lr, decay, init)
 
-    return search(job, SMALL_DECAYS if small else DECAYS, EDGES, lambda row: -value(row), done)
+    inits = inits_of(wiring)
+    options = [*itertools.product(SMALL_DECAYS if small else DECAYS, inits)]
+    return search(job, options, EDGES, lambda row: -value(row), done)
 
 
 def waiting(done: dict[str, Any], small: bool) -> Iterator[Job]:
@@ -90,10 +103,9 @@ def waiting(done: dict[str, Any], small: bool) -> Iterator[Job]:
 
 def table(done: dict[str, Any]) -> str:
     """Test bits per byte by wiring, mean and standard deviation over seeds, with what was chosen."""
-    lines = [
-        "| optimizer | wiring | lr | weight decay | bits per byte | seeds | 8 bits | 4 bits | worst block left out |",
-        "|---" * 9 + "|",
-    ]
+    head = ["optimizer", "wiring", "init", "lr", "weight decay", "bits per byte", "seeds", "8 bits", "4 bits"]
+    head += ["worst block left out"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for optimizer, wiring in itertools.product(RATES, WIRINGS):
         rows = [row for name, row in done.items() if name.startswith(f"final | {wiring} | {optimizer} |")]
         rows = [row for row in rows if "test_bits_per_byte" in row]
@@ -107,7 +119,13 @@ def table(done: dict[str, Any]) -> str:
             for width in (8, 4)
         ]
         worst = statistics.mean(max(row["without_block"]) for row in rows)
-        cells = [optimizer, wiring, f"{config['lr']:g}", f"{config['weight_decay']:g}"]
+        cells = [
+            optimizer,
+            wiring,
+            config["init"].removesuffix(CODE)[:-1],
+            f"{config['lr']:g}",
+            f"{config['weight_decay']:g}",
+        ]
         cells += [f"{statistics.mean(bits):.4f}{spread}", str(len(bits)), *(f"{each:.3f}" for each in rounded)]
         lines.append(f"| {' | '.join([*cells, f'{worst:.3f}'])} |")
     return "\n".join(lines)
