@@ -121,6 +121,12 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "absorb-cost", f"to {cases['large-hard']:.0f} s at 4096 → 16384 on two CPU cores"
     large, hard = (record("absorb-gpu")["cases"][name]["seconds"] for name in ("large", "large-hard"))
     yield "absorb-cost", f"4096, 16384 takes {large:.2f} and {hard:.2f} s"
+    small = [record("absorb-gpu")["cases"][name]["seconds"] for name in ("generic", "trained-scale", "heavy")]
+    planted = record("absorb-gpu")["cases"]["planted"]["seconds"]
+    yield (
+        "absorb-cost",
+        f"768, 3072 takes {min(small):.2f} to {max(small):.2f} s, and {planted:.2f} s where a flip set is found",
+    )
     blocks = [
         case for name in ("cpu", "gpu") for case in record(f"absorb-cost-{name}")["cases"] if "block" in case["what"]
     ]
