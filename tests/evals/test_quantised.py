@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import unskip
 from unskip import evals
-from unskip.errors import BadInput
+from unskip.errors import BadInput, UnskipWarning
 from unskip.evals._quantised import ranges, rounded
 
 
@@ -101,3 +102,29 @@ def test_bad_input_is_refused() -> None:
     changes = {"quantised-accuracy-v1": {"bits": (1,)}}
     with pytest.raises(BadInput, match="1 bits"):
         evals.evaluate(vit(num_classes=10), digits(), digits("test", 20), ["quantised-accuracy-v1"], changes=changes)
+
+
+def test_a_layer_that_is_used_without_a_call_is_refused() -> None:
+    shape = {"img_size": 8, "patch_size": 2, "in_chans": 1, "depth": 2, "embed_dim": 16, "num_heads": 2}
+    beit = timm.create_model("beit_base_patch16_224", **shape, num_classes=10)  # uses qkv.weight in F.linear
+    with pytest.raises(BadInput, match=r"blocks\.0\.attn\.qkv and 1 more"):
+        evals.evaluate(beit, digits(), digits("test", 20), ["quantised-accuracy-v1"])
+
+
+def test_a_layer_that_is_not_used_is_ignored(model: nn.Module) -> None:
+    changes = {"quantised-accuracy-v1": {"bits": (8,)}}
+    spare = copy.deepcopy(model)
+    spare.spare = nn.Linear(3, 3)
+    results = [
+        evals.evaluate(each, digits(), digits("test", 50), ["quantised-accuracy-v1"], changes=changes)[0].values
+        for each in (model, spare)
+    ]
+    assert results[0] == results[1]
+
+
+def test_calibration_on_images_sorted_by_class_warns(model: nn.Module) -> None:
+    train = digits("train", 300)
+    in_order = train.select(train.labels.argsort(stable=True).tolist())
+    changes = {"quantised-accuracy-v1": {"bits": (8,), "calibration": 20}}
+    with pytest.warns(UnskipWarning, match="1 of 10 classes"):
+        evals.evaluate(model, in_order, digits("test", 20), ["quantised-accuracy-v1"], changes=changes)

@@ -23,7 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from unskip._warn import warn
 from unskip.errors import BadInput
 from unskip.evals._extract import logits_of
 from unskip.evals._input import check_classes
@@ -50,6 +53,12 @@ def evaluate_quantised(
 ) -> dict[str, float]:
     """The accuracy of a copy of the model, rounded in each way."""
     check_classes("quantised-accuracy-v1", train.labels, test.labels)
+    found, known = len(train.labels[:calibration].unique()), len(train.labels.unique())
+    if 4 * found < min(known, calibration):
+        warn(
+            f"quantised-accuracy-v1: ranges are calibrated on the first {calibration} training images, which have "
+            f"{found} of {known} classes; shuffle the training images, or change calibration to {len(train)} for all"
+        )
     plain, result = torch.empty(0), dict[str, float]()
     for name, rounded_model in rounded_copies(model, train, bits, calibration):
         logits = torch.cat([logits_of(rounded_model, rounded_model(images)) for images, _ in test.batches()])
@@ -81,8 +90,23 @@ def rounded_copies(
             hook.remove()
 
 
+class _Read(TorchDispatchMode):
+    """Collects the ids of tensors that operators read."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ids = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ids |= {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(eq=False)
 class _Layer:
+    name: str
     module: Any  # a linear layer or a convolution
     inputs: int  # the channel dimension of an input
     outputs: int  # the dimension of output channels in the weight
@@ -128,24 +152,33 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
                 "be rounded; use a model of timm or transformers"
             )
         if isinstance(module, nn.Linear):
-            yield _Layer(module, -1, 0, module.weight.detach().clone())
+            yield _Layer(name, module, -1, 0, module.weight.detach().clone())
         elif isinstance(module, nn.Conv2d):
-            yield _Layer(module, 1, 0, module.weight.detach().clone())
+            yield _Layer(name, module, 1, 0, module.weight.detach().clone())
         elif type(module).__name__ == "Conv1D" and module.weight.ndim == 2:  # transformers' transposed linear layer
-            yield _Layer(module, -1, 1, module.weight.detach().clone())
+            yield _Layer(name, module, -1, 1, module.weight.detach().clone())
 
 
 def _calibrate(model: nn.Module, layers: list[_Layer], train: Split, count: int) -> None:
-    """Observes the inputs of every layer on `count` training images, and drops layers that are never called."""
+    """Observes the inputs of every layer on `count` training images, and drops layers that the model does not use."""
     hooks = [layer.module.register_forward_pre_hook(layer.observe) for layer in layers]
     used = 0
+    read = _Read()
     for images, _ in train.batches():
-        model(images[: count - used])
+        with read:
+            model(images[: count - used])
         used += len(images)
         if used >= count:
             break
     for hook in hooks:
         hook.remove()
+    around = [layer.name for layer in layers if layer.low is None and id(layer.module.weight) in read.ids]
+    if around:
+        more = f" and {len(around) - 1} more" if len(around) > 1 else ""
+        raise BadInput(
+            f"{around[0]}{more}: the model uses the weight without calling its layer, so it cannot be rounded; use a "
+            "model whose attention calls its layers, such as a ViT of timm or transformers"
+        )
     layers[:] = [layer for layer in layers if layer.low is not None]
 
 
