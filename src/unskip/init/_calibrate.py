@@ -26,6 +26,7 @@ from unskip.init._query_key import factors
 from unskip.wiring import Where, check_selector, picks
 
 _NEAR_UNIFORM = 0.1  # noise of near-uniform heads
+_ELSE = "Nothing was changed; use no self_attention target, or exclude such sites with where=."
 _STEPS = 10  # of the bisection, which gives b to about 1e-3
 
 
@@ -54,6 +55,7 @@ def calibrate_(
     `most`, so the target may not be reached where tokens are very similar; the result has the value that was. Rewire
     first: the input of a block depends on the skips before it. `where` selects sites as in `rewire`.
     """
+    number("calibrate_", "qk_noise", qk_noise)
     check_selector(where)
     chosen = select(parts(model, example), partial(picks, where))
     with torch.no_grad(), transaction(model):
@@ -96,8 +98,10 @@ def solve_(
 def targets(chosen: Parts, target: float | Sequence[float]) -> list[float]:
     """The target of each attention."""
     count = len([*chosen.attentions()])
-    goals = [*target] if isinstance(target, Sequence) else [target] * count
-    if len(goals) != count or not count:
+    goals = [*target] if isinstance(target, Sequence) and not isinstance(target, str) else [target] * count
+    if not count:
+        raise BadInput("self-attention has a target, but no attention is among the chosen sites; change where=")
+    if len(goals) != count:
         raise BadInput(
             f"self-attention has {len(goals)} targets for {count} attentions; give one number, or one for each"
         )
@@ -114,7 +118,7 @@ def _refuse(part: AttentionParts, heads: int) -> None:
     elif part.head_dim > part.q.shape[2]:
         why = "its heads are wider than the stream"
     if why is not None:
-        raise InitError(f"{named([part.site])}: not calibrated: {why}. Exclude such sites with where=.")
+        raise InitError(f"{named([part.site])}: not calibrated: {why}. {_ELSE}")
     if not 0 < heads <= part.heads:
         raise BadInput(f"{named([part.site])}: {heads} of {part.heads} heads to calibrate; use at least one")
 
@@ -140,7 +144,7 @@ def _self_attention(part: AttentionParts, tokens: Tensor, visible: Tensor | None
 def _input(model: nn.Module, part: AttentionParts, example: Example) -> Tensor:
     """The input of the attention, (samples, tokens, dim): the output of the norm before it."""
     if part.norm is None or part.norm.place != "pre":
-        raise InitError(f"{named([part.site])}: not calibrated: no norm before it. Exclude such sites with where=.")
+        raise InitError(f"{named([part.site])}: not calibrated: no norm before it. {_ELSE}")
     outputs: list[Tensor] = []
     norm = model.get_submodule(part.norm.path)
     hook = norm.register_forward_hook(lambda module, inputs, output: outputs.append(output.detach()))
@@ -150,5 +154,6 @@ def _input(model: nn.Module, part: AttentionParts, example: Example) -> Tensor:
     finally:
         hook.remove()
     if outputs[0].ndim != 3:
-        raise InitError(f"{named([part.site])}: not calibrated: its input is {tuple(outputs[0].shape)}, not a sequence")
+        shape = tuple(outputs[0].shape)
+        raise InitError(f"{named([part.site])}: not calibrated: its input is {shape}, not a sequence. {_ELSE}")
     return outputs[0].float()

@@ -47,6 +47,11 @@ def position_code_(
     count, dim = parameter.shape[-2:]
     prefix, rows, columns = _grid(model, added, whole, count)
     length = scale * float(added[..., prefix:, :].float().norm(dim=-1).mean())
+    if not 0 < length < math.inf:
+        raise InitError(
+            f"{type(model).__name__}: its patch tokens have norm {length:g} on the example, so a position code has no "
+            "scale. Nothing was changed; pass an example of real images."
+        )
     if kind == "orthogonal":
         code = draw.orthonormal(count, dim) * math.sqrt(max(count / dim, 1.0))
     elif prefix + rows * columns == count:

@@ -40,7 +40,7 @@ from unskip.anatomy import (
     named,
     trace_parts,
 )
-from unskip.errors import InitError
+from unskip.errors import BadInput, InitError
 from unskip.init._calibrate import Solved, solve_, targets
 from unskip.init._check import Check, chosen_parts, same, transaction
 from unskip.init._draw import Draw
@@ -48,7 +48,7 @@ from unskip.init._pairs import pair_, refuse_to_pair
 from unskip.init._position import PositionCode, position_code_
 from unskip.init._query_key import Heads, query_key_
 from unskip.init._value_output import carry_, refuse_to_carry, value_output_
-from unskip.init._verify import PARTS, Name, gain, refuse_number, refuse_parts, renamed, verify_skipless
+from unskip.init._verify import MIX, PARTS, Name, gain, refuse_number, refuse_parts, renamed, verify_skipless
 from unskip.wiring import Where, check_selector, picks
 
 
@@ -89,7 +89,7 @@ def skipless_(
     centre: bool = False,
     pairs: bool = False,
     carry: int | None = None,
-    mix: float = 0.3,
+    mix: float = MIX,
     self_attention: float | Sequence[float] | None = None,
     position_code: PositionCode | None = None,
     where: Where = None,
@@ -123,7 +123,9 @@ def skipless_(
     number("skipless_", "mlp_bias", abs(mlp_bias))
     choice("skipless_", "heads", heads, get_args(Heads))
     draw = Draw(generator)
-    refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention)
+    refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention, mix)
+    if self_attention is not None and heads != "independent":
+        raise BadInput(f"heads={heads!r} has no effect with self_attention, which gives every head its own Z; use one")
     check_selector(where)
     example = example_for(model, example)
     chosen = _chosen(trace_parts(model, example).parts, where, parts)

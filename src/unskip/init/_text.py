@@ -51,7 +51,11 @@ def start_(
     presets = [word for word in details if word in PRESETS]
     if len(presets) > 1:
         raise BadInput(f"init {words!r}: use one preset, not {' and '.join(presets)}")
-    options = dict(_option(words, word) for word in details if word not in PRESETS)
+    options: dict[str, Any] = {}
+    for option, value in (_option(words, word) for word in details if word not in PRESETS):
+        if option in options:
+            raise BadInput(f"init {words!r}: {option} is set twice")
+        options[option] = value
     if name == "skipless":
         constants: dict[str, Any] = {**PRESETS[presets[0] if presets else preset], **options}
         skipless_(model, example, **constants, generator=generator, where=where)

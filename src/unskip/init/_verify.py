@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from unskip._checks import number
+from unskip._checks import number, whole
 from unskip.anatomy import (
     AttentionParts,
     MlpParts,
@@ -42,6 +42,7 @@ from unskip.wiring import Where, check_selector, picks
 
 Name = Literal["value-output", "query-key", "mlp"]
 PARTS: tuple[Name, ...] = get_args(Name)
+MIX = 0.3  # what the heads and units beside `carry` and `pairs` write, by default
 _TOKENS = 64  # independent tokens that self-attention is checked on
 
 
@@ -55,7 +56,7 @@ def verify_skipless(
     centre: bool = False,
     pairs: bool = False,
     carry: int | None = None,
-    mix: float = 0.3,
+    mix: float = MIX,
     self_attention: float | Sequence[float] | None = None,
     parts: Sequence[Name] = PARTS,
     where: Where = None,
@@ -76,8 +77,11 @@ def verify_skipless(
     qk_identity are not checked: only the distribution of the weights shows them.
     """
     vo_gain = renamed("vo_gain", vo_gain, 3.0, "c", c)
-    refuse_number("vo_gain", vo_gain)
-    refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention)
+    for name, value in {"vo_gain": vo_gain, "mlp_gain": mlp_gain, "mix": mix}.items():
+        refuse_number(name, value)
+    if carry is not None:
+        whole("verify_skipless", "carry", carry, low=1)
+    refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention, mix)
     check_selector(where)
     traced = trace_parts(model, example_for(model, example), weighted=True)
     rows, unknown = [], []
@@ -125,9 +129,15 @@ def renamed(name: str, value: float, default: float, old: str, given: float | No
 
 
 def refuse_parts(
-    parts: Sequence[Name], centre: bool, pairs: bool, mlp_bias: float, carry: int | None, self_attention: object
+    parts: Sequence[Name],
+    centre: bool,
+    pairs: bool,
+    mlp_bias: float,
+    carry: int | None,
+    self_attention: object,
+    mix: float,
 ) -> None:
-    """Raises BadInput for unknown parts, an option whose part is left out, and pairs with a bias."""
+    """Raises BadInput for unknown parts, an option without effect, and pairs with a bias."""
     names = parts if isinstance(parts, Collection) and not isinstance(parts, str) else ()
     if not names or any(name not in PARTS for name in names):
         raise BadInput(f"parts is {parts!r}; it is a sequence of some of {', '.join(PARTS)}")
@@ -140,6 +150,8 @@ def refuse_parts(
     ):
         if given and part not in parts:
             raise BadInput(f"{option} applies to {part}, but parts is {tuple(parts)!r}")
+    if mix != MIX and carry is None and not pairs:
+        raise BadInput(f"mix={mix:g} applies to the other heads or units of carry or pairs; give one of these, too")
     if pairs and mlp_bias:
         raise BadInput(f"mirrored units have no bias: use pairs or mlp_bias={mlp_bias:g} (set by the preset shaped)")
 
