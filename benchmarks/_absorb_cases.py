@@ -19,6 +19,7 @@ from unskip.absorption import Block, Domain, Norm
 # Facts of the oracle's own: c with phi(z) - phi(-z) = c z, and whether phi(r z) = r phi(z).
 CLASS_O = {"relu": (1, True), "leaky_relu:0.5": (Fraction(3, 2), True), "leaky_relu:-3": (-2, True)}
 CLASS_O |= dict.fromkeys(("gelu", "gelu_tanh", "silu", "softplus", "squareplus", "quick_gelu"), (1, False))
+SLOPES = {"leaky_relu:0.01": (1.01, True), "leaky_relu:0.2": (1.2, True)}  # not exact in binary
 NEVER = ("tanh", "sigmoid", "relu6", "hardtanh:0,50", "elu", "celu:0.5", "selu", "mish", "abs", "softsign")
 GATES = ("swiglu", "geglu", "reglu", "bilinear", "tanh_glu")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -84,7 +85,7 @@ def case(random: np.random.Generator) -> Case:
     o = d if random.random() < 0.7 else int(random.integers(1, 4))
     draw = random.random()
     if draw < 0.12:
-        return _planted(random, dtype)
+        return (_planted if random.random() < 0.75 else _planted_on_a_box)(random, dtype)
     if draw < 0.24:
         return _disguised(random, dtype)
     if draw < 0.72:
@@ -119,8 +120,9 @@ def _planted(random: np.random.Generator, dtype: torch.dtype) -> Case:
     it up; or one channel is missed by a little, beside channels with larger units; or the rows hardly see some
     directions, down to 1e-12, so that rounding may move the flip set away.
     """
-    word = str(random.choice(list(CLASS_O)))
-    odd = float(CLASS_O[word][0])
+    activations = CLASS_O | SLOPES
+    word = str(random.choice(list(activations)))
+    odd = float(activations[word][0])
     d = int(random.integers(1, 5))
     h = int(random.integers(d + 1, d + 8))
     up, down = random.standard_normal((h, d)), random.standard_normal((d, h))
@@ -153,6 +155,29 @@ def _planted(random: np.random.Generator, dtype: torch.dtype) -> Case:
     down[:, chosen] = -wanted / odd @ inverse + down[:, chosen] @ (np.eye(len(chosen)) - up[chosen] @ inverse)
     weights = {"up": up, "down": down, "bias": random.standard_normal(h), "skip": skip}
     return Case(kind, block_of(weights, word, dtype), h, "as-is", None, True if kind == "planted" else None)
+
+
+def _planted_on_a_box(random: np.random.Generator, dtype: torch.dtype) -> Case:
+    """Real weights, half of the units affine on a box. Their linear part and that of a flip set add up to minus the
+    skip, so the other units are enough; in some blocks one entry is missed.
+    """
+    word = str(random.choice(["relu", "leaky_relu:0.5", *SLOPES]))
+    slope = float(word.partition(":")[2] or 0)
+    d, h, size = int(random.integers(1, 4)), int(random.integers(2, 9)), float(random.choice([0.5, 1.0, 2.0]))
+    up, down = random.standard_normal((h, d)), random.standard_normal((d, h))
+    affine, reach = random.random(h) < 0.5, size * abs(up).sum(1)
+    sign = random.choice([-1.0, 1.0], h)
+    bias = sign * reach * np.where(affine, random.uniform(1.1, 2.0, h), random.uniform(0.0, 0.9, h))
+    flips = ~affine & (random.random(h) < 0.5)
+    slopes = np.where(affine, np.where(sign > 0, 1.0, slope), 0.0) + np.where(flips, 1 + slope, 0.0)
+    skip = -(down * slopes) @ up
+    missed = random.random() < 0.3
+    if missed:
+        skip[0, 0] += random.standard_normal()
+    side = torch.full((d,), size, dtype=torch.float64)
+    block = block_of({"up": up, "bias": bias, "down": down, "skip": skip}, word, dtype)
+    width = max(1, int((~affine).sum()))
+    return Case("planted on a box", block, width, "as-is", Domain.box(-side, side), None if missed else True)
 
 
 def _disguised(random: np.random.Generator, dtype: torch.dtype) -> Case:

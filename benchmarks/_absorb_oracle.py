@@ -23,6 +23,8 @@ EXACT = {
     "relu": lambda z: max(z, Fraction(0)),
     "leaky_relu:0.5": lambda z: z if z > 0 else z / 2,
     "leaky_relu:-3": lambda z: z if z > 0 else -3 * z,
+    "leaky_relu:0.01": lambda z: z if z > 0 else Fraction(0.01) * z,
+    "leaky_relu:0.2": lambda z: z if z > 0 else Fraction(0.2) * z,
     "identity": lambda z: z,
     "abs": abs,
 }

@@ -86,10 +86,13 @@ def test_questions_that_cannot_be() -> None:
         absorb(generic()).replacement()
     with pytest.raises(BadInput, match="got ReLU"):
         fold(generic(), nn.ReLU())  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="MlpParts"):
+        fold(nn.Linear(8, 8), nn.Linear(8, 3))  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="example="):
         absorb(generic(), example=torch.ones(2, 4))
-    with pytest.raises(BadInput, match="weights"):
-        absorb(generic(), width=10**9)
+    for width in (10**5, 10**9):
+        with pytest.raises(BadInput, match="needs at most 50 units"):
+            absorb(generic(), width=width)
     with pytest.raises(BadInput, match=r"x \+ mlp\(x\)"):
         absorb(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), example=torch.ones(2, 4))
 

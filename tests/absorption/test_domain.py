@@ -47,6 +47,29 @@ def test_hinges_outside_the_domain_are_spare_units(name: str) -> None:
     assert close(block, verdict.replacement(), 100 * normal(numbers(0), 50, 4)) > 1e-3  # and not outside it
 
 
+@pytest.mark.parametrize("slope", [0.01, 0.2, 0.5, 3.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_affine_units_of_any_slope_take_part_in_the_sum(slope: float, seed: int) -> None:
+    """The slope was rounded to float32, so that a slope of 0.01 made blocks impossible that are possible."""
+    g = numbers(seed)
+    up, down = normal(g, 7, 3), normal(g, 3, 7)
+    reach = 2 * up.abs().sum(1)
+    bias = reach * torch.tensor([1.5, -1.5, -1.2, 0.3, -0.6, 0.1, 0.8])  # three units are affine on |x| < 2
+    slopes = torch.tensor([1.0, slope, slope, 1 + slope, 0, 1 + slope, 0], dtype=torch.float64)  # two units are flipped
+    block = Block(
+        up, down, up_bias=bias, down_bias=down[:, 0], activation=f"leaky_relu:{slope}", skip=-(down * slopes) @ up
+    )
+    verdict = absorb(block, width=4, domain=(-2.0, 2.0))
+    assert verdict.status == "possible"
+    assert verdict.verify()
+    assert close(block, verdict.replacement(), inside(Domain.box(*(torch.full((3,), x) for x in (-2.0, 2.0))))) < 1e-11
+    spare = absorb(replace(block, skip=1.0), domain=(-2.0, 2.0))  # three affine units replace a skip of rank 3
+    assert spare.status == "possible"
+    missed = absorb(replace(block, skip=block.matrix + torch.eye(3).double()), width=4, domain=(-2.0, 2.0))
+    assert missed.status == "impossible"
+    assert missed.verify()
+
+
 def test_inputs_near_the_center_are_not_all_alike() -> None:
     """With two points only, a float32 replacement passed whose error between them was 11 times that of its block."""
     x = Domain.ball(torch.zeros(1), 30.0).sample(48, numbers(0), 0.1)

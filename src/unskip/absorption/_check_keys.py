@@ -115,9 +115,8 @@ def flip_equation(problem: Problem, found: Groups, line: Tensor, column: Tensor)
     spare = torch.nonzero(found.group < 0).flatten()
     if len(spare):
         # An inactive unit still has a linear part, and a unit with a zero row is a constant.
-        slope = torch.where(found.side > 0, 1.0, problem.odd - 1) / problem.odd
-        half = torch.where(found.side[spare] == 0, torch.full_like(slope[spare], 0.5), slope[spare])
-        seen = half[:, None] * rows[spare]
+        slope = 0.5 + found.side[spare] * (1 / problem.odd - 0.5)  # in units of c; an affine unit has 1 or c - 1
+        seen = slope[:, None] * rows[spare]
         blind = problem.row_norms[spare] == 0
         seen[blind] = 0
         if not problem.output_bias:

@@ -31,7 +31,7 @@ from unskip.anatomy import MlpParts
 from unskip.errors import BadInput
 
 ROUNDED = "all inputs, up to rounding that grows with the input"
-MAX_WEIGHTS = 2**32  # the largest number of weights of a replacement
+MAX_WIDTH = 2**14  # the largest `width`, unless the block needs that many units
 MAX_CHECKED = 200_000  # the largest number of weights for which certificates are checked before they are returned
 
 
@@ -56,8 +56,9 @@ def absorb(
     if tolerance is not None:  # a relative change of the weights
         tolerance = _checks.number("absorb", "tolerance", tolerance, zero=False, below=1)
     found = block_of(block, example)
-    if width is not None and width * (found.inputs + found.outputs) > MAX_WEIGHTS:
-        raise BadInput(f"absorb: a replacement of width {width:,} would have more than {MAX_WEIGHTS:,} weights")
+    needed = found.width + 2 * (found.inputs + 1)
+    if width is not None and width > max(MAX_WIDTH, 2 * needed):
+        raise BadInput(f"absorb: width={width:,} is too large; a replacement needs at most {needed:,} units")
     place = as_domain(domain, found.inputs)
     with torch.no_grad():
         verdict = _checked(_absorb(found, found.width if width is None else width, biases, place))

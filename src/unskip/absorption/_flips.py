@@ -157,7 +157,7 @@ def _open(problem: Problem, keys: Keys, out: Outcome) -> str:
         return (
             f"a flip set comes within {out.closest / problem.skip_norm:.2g} of the skip (relative), which is above "
             "the rounding of the weights' dtype and below that of a coarser dtype that holds them exactly; "
-            "tolerance= accepts it"
+            "absorb(..., tolerance=) accepts it"
         )
     return (
         f"no flip set was found and none could be ruled out; the rank-one terms of the {keys.count} units are "

@@ -23,6 +23,8 @@ def fold(block: Block | MlpParts, after: nn.Linear) -> nn.Linear:
 
     It is computed in float64 and stored in the dtype of `after`.
     """
+    if not isinstance(block, Block | MlpParts):
+        raise BadInput(f"fold: expected a Block or MlpParts, got {type(block).__name__}; see unskip.parts")
     block = block_of(block)
     stands = {"post", "out"} & block.norms.keys()
     if stands:

@@ -65,8 +65,8 @@ def canonical_keys(problem: Problem) -> Keys:
     if problem.affine_possible and problem.domain is not None:
         side = problem.domain.side(up, bias)
         idle |= side != 0
-        slopes = torch.where(side > 0, 1.0, problem.odd - 1)  # ReLU: 1 and 0; LeakyReLU: 1 and c - 1
-        linear = torch.where(side != 0, slopes.to(linear), linear)
+        linear[side > 0] = 1.0
+        linear[side < 0] = problem.odd - 1  # the slope of a LeakyReLU; 0 for ReLU
     ratio = lengths if phi.homogeneous else torch.ones_like(lengths)
     units = torch.arange(h, device=up.device)
     lead = _leads(problem, ~idle)
