@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypedDict, get_args
+from typing import TypedDict
 
 import torch
 from torch import nn
 
-from unskip._checks import choice, number, whole
+from unskip._checks import number, whole
 from unskip._warn import warn
 from unskip.anatomy import (
     AttentionParts,
@@ -40,13 +40,13 @@ from unskip.anatomy import (
     named,
     trace_parts,
 )
-from unskip.errors import BadInput, InitError
+from unskip.errors import InitError
 from unskip.init._calibrate import Solved, solve_, targets
 from unskip.init._check import Check, chosen_parts, same, transaction
 from unskip.init._draw import Draw
 from unskip.init._pairs import pair_, refuse_to_pair
 from unskip.init._position import PositionCode, position_code_
-from unskip.init._query_key import Heads, query_key_
+from unskip.init._query_key import query_key_
 from unskip.init._value_output import carry_, refuse_to_carry, value_output_
 from unskip.init._verify import MIX, PARTS, Name, gain, refuse_number, refuse_parts, renamed, verify_skipless
 from unskip.wiring import Where, check_selector, picks
@@ -85,7 +85,6 @@ def skipless_(
     mlp_bias: float = 0.0,
     generator: torch.Generator | None = None,
     parts: Sequence[Name] = PARTS,
-    heads: Heads = "independent",
     centre: bool = False,
     pairs: bool = False,
     carry: int | None = None,
@@ -100,9 +99,7 @@ def skipless_(
     """Initialises the branches of a model to train without skips. Returns the result of `verify_skipless`.
 
     `example` is as for audit. `alpha`, `beta` and `c` are the paper's names for `qk_noise`, `qk_identity` and
-    `vo_gain`; either is accepted. `parts` selects among the three, `where` selects sites as in `rewire`. `heads` sets
-    how one matrix is split over heads: "independent" (a Z for each), "shared" (one Z, all heads equal) or "sliced" (one
-    Z, its singular directions assigned to heads in order, so the last heads get almost none of it). Biases of
+    `vo_gain`; either is accepted. `parts` selects among the three, `where` selects sites as in `rewire`. Biases of
     initialised layers become 0. LayerScale becomes 1 with "value-output" and "mlp"; drop path is switched off. The same
     generator gives the same weights on every device. The model is not rewired. If a site cannot be initialised, nothing
     is changed.
@@ -121,11 +118,8 @@ def skipless_(
     for name, value in numbers.items():
         refuse_number(name, value)
     number("skipless_", "mlp_bias", abs(mlp_bias))
-    choice("skipless_", "heads", heads, get_args(Heads))
     draw = Draw(generator)
     refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention, mix)
-    if self_attention is not None and heads != "independent":
-        raise BadInput(f"heads={heads!r} has no effect with self_attention, which gives every head its own Z; use one")
     check_selector(where)
     example = example_for(model, example)
     chosen = _chosen(trace_parts(model, example).parts, where, parts)
@@ -146,7 +140,7 @@ def skipless_(
             if "value-output" in parts:
                 value_output_(attention, vo_gain, draw)
             if "query-key" in parts:
-                query_key_(attention, qk_noise, qk_identity, heads, draw)
+                query_key_(attention, qk_noise, qk_identity, draw)
         if "mlp" in parts:
             for mlp in chosen.mlps():
                 _mlp_(mlp, mlp_gain, mlp_bias, draw)
