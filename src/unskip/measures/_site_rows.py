@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unskip._words import brief
+from unskip._words import brief, some
 from unskip.anatomy import (
     AttentionParts,
     Function,
@@ -68,7 +68,7 @@ def site_rows(samples: Samples, spectra: Spectra, generator: torch.Generator) ->
     rows = [_row(each, samples, spectra, gradients.get(each.site.index)) for each in samples.sites]
     singular = [row for row in rows if row.attention_condition is not None and math.inf in row.attention_condition]
     if singular:
-        names = ", ".join(f"site {row.index}" for row in singular[:3]) + (", ..." if len(singular) > 3 else "")
+        names = some([f"site {row.index}" for row in singular])
         samples.notes.append(
             f"the attention matrix of a head is numerically singular at {names} (equal rows, as in near-uniform "
             "attention): its condition number is inf"
