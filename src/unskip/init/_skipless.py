@@ -42,7 +42,7 @@ from unskip.anatomy import (
 )
 from unskip.errors import InitError
 from unskip.init._calibrate import Solved, solve_, targets
-from unskip.init._check import Check, chosen_parts, same, transaction
+from unskip.init._check import Check, chosen_parts, refuse, same, transaction
 from unskip.init._draw import Draw
 from unskip.init._pairs import pair_, refuse_to_pair
 from unskip.init._position import PositionCode, position_code_
@@ -191,23 +191,14 @@ def _mlp_(part: MlpParts, down_gain: float, up_bias: float, draw: Draw) -> None:
 
 def _refuse_bias(chosen: Parts) -> None:
     without = [part.site for part in chosen.mlps() if part.gate is not None or part.up_bias is None]
-    if without:
-        raise InitError(
-            f"{named(without)}: the MLP is gated, or has no bias before its activation, so it has no mlp_bias. Nothing "
-            "was changed; exclude such sites with where=."
-        )
+    refuse(without, "the MLP is gated, or has no bias before its activation, so it has no mlp_bias")
 
 
 def _refuse_to_centre(chosen: Parts) -> None:
     without = [part.site for part in chosen.mlps() if part.gate is None and part.down_bias is None]
-    if without:
-        raise InitError(
-            f"{named(without)}: the MLP has no output bias, which centre needs. Nothing was changed; drop centre, or "
-            "exclude such sites with where=."
-        )
+    refuse(without, "the MLP has no output bias, which centre needs", ", or drop centre")
     unknown = [part.site for part in chosen.mlps() if part.gate is None and part.function is None]
-    if unknown:
-        raise InitError(f"{named(unknown)}: the mean of an unknown activation is not known. Nothing was changed.")
+    refuse(unknown, "the mean of an unknown activation is not known", ", or drop centre")
 
 
 def _chosen(all_parts: Parts, where: Where, parts: Sequence[Name]) -> Parts:
@@ -215,25 +206,15 @@ def _chosen(all_parts: Parts, where: Where, parts: Sequence[Name]) -> Parts:
     kinds = {"mlp"} if set(parts) == {"mlp"} else {"attention"} if "mlp" not in parts else {"attention", "mlp", "conv"}
     kinds |= {"parallel", "other"}
     chosen = chosen_parts(all_parts, lambda site: site.kind in kinds and picks(where, site))
-    crossed = [part.site for part in chosen.attentions() if part.cross and "query-key" in parts]
-    if crossed:
-        raise InitError(
-            f"{named(crossed)}: keys come from another sequence, so cross-attention cannot start near the identity. "
-            "Nothing was changed; exclude such sites with where=, or drop 'query-key' from parts."
-        )
-    tied = [part.site for part in chosen.attentions() if same(part.q, part.k) and "query-key" in parts]
-    if tied:
-        raise InitError(
-            f"{named(tied)}: queries and keys share one weight, so W_Q W_K^T is symmetric and cannot contain Z. "
-            "Nothing was changed; exclude such sites with where=, or drop 'query-key' from parts."
-        )
+    if "query-key" in parts:
+        drop = ", or drop 'query-key' from parts"
+        crossed = [part.site for part in chosen.attentions() if part.cross]
+        refuse(crossed, "keys come from another sequence, so cross-attention cannot start near the identity", drop)
+        tied = [part.site for part in chosen.attentions() if same(part.q, part.k)]
+        refuse(tied, "queries and keys share one weight, so W_Q W_K^T is symmetric and cannot contain Z", drop)
     branches = [*chosen.attentions(), *chosen.mlps()]
     computed = [part.site for part in branches if "computed bias" in part.extras]
-    if computed:
-        raise InitError(
-            f"{named(computed)}: a bias that is computed and not stored cannot be set to 0. Nothing was changed; "
-            "exclude such sites with where=."
-        )
+    refuse(computed, "a bias that is computed and not stored cannot be set to 0")
     weights = [p for part in branches for p in part.parameters]
     if any(not p.is_floating_point() or p.device.type == "meta" for p in weights):
         raise InitError(f"{all_parts.model}: its weights are on the meta device or not floating point; load them first")
