@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import numpy
 import torch
 from _record import made_with, write_json
+from _turns import seconds
 from scipy import linalg, ndimage
 from threadpoolctl import threadpool_limits
 from torch import Tensor
@@ -70,17 +70,9 @@ def published(x: numpy.ndarray, side: int) -> numpy.ndarray:
     return labels == labels.flatten()[seed]
 
 
-def seconds(work: Callable[[], object], rounds: int, cuda: bool) -> list[float]:
-    times = []
-    for _ in range(rounds + 1):
-        if cuda:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        work()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return times[1:]  # without the warm-up
+def median_seconds(work: Callable[[], object], rounds: int, device: str) -> float:
+    times = [seconds(work, device) for _ in range(rounds + 1)]
+    return statistics.median(times[1:])  # without the warm-up
 
 
 def measured(side: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -103,7 +95,7 @@ def measured(side: int, options: argparse.Namespace) -> dict[str, Any]:
     for number in threads:
         with threadpool_limits(number):
             for name, work in (("solver", solve), ("whole", lambda: [published(each, side) for each in compared])):
-                each = statistics.median(seconds(work, options.rounds, False)) / len(compared)
+                each = median_seconds(work, options.rounds, "cpu") / len(compared)
                 scipy_seconds[name][str(number)] = each
     chunk = 256 if cuda else count
 
@@ -114,8 +106,8 @@ def measured(side: int, options: argparse.Namespace) -> dict[str, Any]:
     with threadpool_limits(options.threads):
         torch.set_num_threads(options.threads)
         own_seconds = {
-            "solver": statistics.median(seconds(ours, options.rounds, cuda)) / count,
-            "whole": statistics.median(seconds(lambda: unskip.evals.tokencut(x, (side, side)), options.rounds, cuda))
+            "solver": median_seconds(ours, options.rounds, options.device) / count,
+            "whole": median_seconds(lambda: unskip.evals.tokencut(x, (side, side)), options.rounds, options.device)
             / count,
         }
         result = unskip.evals.tokencut(x[: options.compared], (side, side))

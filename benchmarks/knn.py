@@ -14,27 +14,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from _record import made_with, write_json
+from _turns import seconds
 
 import unskip
 from unskip.evals._knn import _CHUNK_BYTES
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-
-
-def seconds(work: Callable[[], object], device: str) -> float:
-    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    wait()
-    begin = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - begin
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import timm
 import torch
 from _record import made_with, write_json
+from _turns import seconds
 from torch.nn import functional as F
 
 import unskip
@@ -119,16 +119,6 @@ class Case:
 
     def feed(self, device: str) -> Feed:
         return Feed(self.images(), self.batch, self.size, seed=0, augment=Augment(crop="resized"), device=device)
-
-
-def seconds(work: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
 
 
 def compare(case: Case, device: str, steps: int, rounds: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from unskip._extras import need
-from unskip._words import nearest
+from unskip._words import brief, nearest
 from unskip.errors import BadInput, UnskipError
 
 # The forms of a model's name.
@@ -106,7 +106,7 @@ def _build(make: _Maker, spec: str, pretrained: bool, kwargs: dict[str, Any]) ->
     except MemoryError:
         raise
     except Exception as error:  # raised by a library for an unusable name or config
-        raise BadInput(f"{spec}: {type(error).__name__}: {_line(error)}") from error
+        raise BadInput(f"{spec}: {type(error).__name__}: {brief(error)}") from error
 
 
 def _maker(spec: str) -> _Maker:
@@ -166,7 +166,7 @@ def _from_torchvision(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
     try:
         return _module(models.get_model(name, **options, **kwargs))
     except OSError as error:
-        raise BadInput(f"needs the internet: it is not in the cache, and cannot be fetched ({_line(error)})") from error
+        raise BadInput(f"needs the internet: it is not in the cache, and cannot be fetched ({brief(error)})") from error
 
 
 def _from_hf(name: str, pretrained: bool, **kwargs: Any) -> nn.Module:
@@ -350,7 +350,7 @@ def _run(file: Path, what: str, function: Callable[[], Any]) -> Any:
             frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == os.fspath(file)
         ]
         where = f" (line {lines[-1]})" if lines else ""
-        raise BadInput(f"{what} failed{where}: {type(error).__name__}: {_line(error)}") from error
+        raise BadInput(f"{what} failed{where}: {type(error).__name__}: {brief(error)}") from error
 
 
 # --- Words ------------------------------------------------------------------------------------------------------------
@@ -374,8 +374,3 @@ def _library_of(name: str) -> str:
         if name in need("torchvision").models.list_models():
             return f"; perhaps torchvision:{name}"
     return ""
-
-
-def _line(error: BaseException) -> str:
-    """The first paragraph of the message, on one line."""
-    return " ".join(str(error).strip().split("\n\n")[0].split())

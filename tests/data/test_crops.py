@@ -201,16 +201,3 @@ def test_crops_stay_in_the_range_of_pixels() -> None:
 def test_bad_crops_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         crops(**changes)
-
-
-def test_several_sets_are_concatenated() -> None:
-    both = open_images("digits+digits", "test")
-    one = open_images("digits", "test")
-    assert len(both) == 2 * len(one)
-    assert both.classes == one.classes * 2
-    assert torch.equal(both.labels[len(one) :], one.labels + 10)
-    assert both.images is not None
-    assert one.images is not None
-    assert torch.equal(both.images[len(one) :], one.images)
-    with pytest.raises(BadInput, match="no such set"):
-        open_images("digits+nothing")

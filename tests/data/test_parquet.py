@@ -114,15 +114,6 @@ def test_one_file_for_all_splits(tmp_path: Path) -> None:
         open_images(str(tmp_path / "nothing-*.parquet"))
 
 
-def test_a_path_may_have_a_plus_in_it(tmp_path: Path) -> None:
-    for name in ("c++", "b"):
-        (tmp_path / name).mkdir()
-        write_parquet(tmp_path / name / "x-train.parquet", pictures(4), [0, 1] * 2, NAMES)
-    for pattern in ("c++/x-train.parquet", "c++/x-*.parquet", "c++/x-{split}.parquet", "c++"):
-        assert len(open_images(tmp_path / pattern)) == 4
-    assert len(open_images(f"{tmp_path}/b/x-*.parquet+{tmp_path}/b/x-{{split}}.parquet")) == 8  # two sets
-
-
 def test_a_test_file_is_never_trained_on(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "x-test.parquet", pictures(4), [0, 1] * 2, NAMES)
     assert len(open_images(str(file), "test")) == 4

@@ -32,7 +32,6 @@ class Computed(nn.Module):
         ("timm_parallel_things", {}, "2 attentions in one branch"),
         ("timm_resnet", {}, "conv"),
         ("hf_t5", {}, "another sequence"),
-        ("hf_llama", {"heads": "sliced"}, "their own keys"),
         ("timm_vit", {"where": lambda site: False}, "no site"),
     ],
 )
@@ -102,7 +101,6 @@ def test_bad_arguments() -> None:
         ({"parts": "mlp"}, "sequence"),
         ({"parts": ("mpl",)}, "parts"),
         ({"parts": ()}, "parts"),
-        ({"heads": "odd"}, "heads"),
         ({"where": "attnetion"}, "where"),
         ({"alpha": "2"}, "qk_noise"),
         ({"parts": [["mlp"]]}, "parts"),

@@ -104,10 +104,10 @@ def test_samples_are_written_as_images_and_a_grid(run: Path) -> None:
 
 def test_a_grid_has_rows_of_images() -> None:
     images = torch.arange(3, dtype=torch.uint8)[:, None, None, None].expand(3, 1, 40, 40) * 10
-    grid = grid_of(images, gap=1)
-    assert grid.shape == (1, 83, 83)
-    assert [int(grid[0, y, x]) for y, x in ((1, 1), (1, 42), (42, 1), (42, 42), (0, 0))] == [0, 10, 20, 255, 255]
-    assert grid_of(images[:1, :, :8, :8], gap=0).shape == (1, 32, 32)  # small images are enlarged
+    grid = grid_of(images)
+    assert grid.shape == (1, 86, 86)
+    assert [int(grid[0, y, x]) for y, x in ((2, 2), (2, 44), (44, 2), (44, 44), (0, 0))] == [0, 10, 20, 255, 255]
+    assert grid_of(images[:1, :, :8, :8]).shape == (1, 36, 36)  # small images are enlarged
 
 
 @pytest.mark.full

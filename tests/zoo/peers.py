@@ -53,6 +53,15 @@ _ND = {"ndim": 2, "input_shape": 32, "patch_size": 16, **_FLAT}
 _VIDEO = {"image_size": 32, "image_patch_size": 16, "frames": 2, "frame_patch_size": 1, **_FLAT}
 _VIVIT = {key: value for key, value in _VIDEO.items() if key != "depth"} | {"spatial_depth": 1, "temporal_depth": 1}
 _T2T = {key: value for key, value in _FLAT.items() if key != "num_classes"}
+_CCT = {"img_size": 32, "embedding_dim": 16, "num_layers": 2, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 5}
+_CCT |= {"positional_embedding": "learnable"}
+_CROSS = {f"{side}_enc_{key}": value for side in ("sm", "lg") for key, value in {**_HEADS, "mlp_dim": 32}.items()}
+_CROSS |= {"sm_dim": 16, "lg_dim": 24, "sm_patch_size": 8, "lg_patch_size": 16, "lg_enc_depth": 1, "depth": 1}
+_CROSS_ATTENTION = {"cross_attn_heads": 2, "cross_attn_dim_head": 8}
+_MAX_VIT = {"num_classes": 5, "dim": 16, "depth": (1, 1), "dim_head": 8, "window_size": 2}
+_TWINS = {f"s{stage}_emb_dim": 16 for stage in (1, 2, 3, 4)}
+for _stage, _side in ((1, 4), (2, 4), (3, 2), (4, 2)):
+    _TWINS |= {f"s{_stage}_local_patch_size": _side, f"s{_stage}_global_k": _side}
 
 VIT_PYTORCH: dict[str, Peer] = {
     "ats_vit": Peer(_plain("ats_vit", max_tokens_per_depth=(4, 3))),
@@ -60,58 +69,10 @@ VIT_PYTORCH: dict[str, Peer] = {
         _plain("attn_residual_with_dca_simple_vit", "SimpleViT"), unknown="stacked"
     ),
     "cait": Peer(_plain("cait", "CaiT", cls_depth=1), kinds="AMAMAM", blocks=3),
-    "cct": Peer(
-        _vit(
-            "cct",
-            "CCT",
-            img_size=32,
-            embedding_dim=16,
-            num_layers=2,
-            num_heads=2,
-            mlp_ratio=2.0,
-            num_classes=5,
-            positional_embedding="learnable",
-        ),
-        norms="pre none",
-    ),
-    "cct_3d": Peer(
-        _vit(
-            "cct_3d",
-            "CCT",
-            _images(32, 4),
-            img_size=32,
-            num_frames=4,
-            embedding_dim=16,
-            num_layers=2,
-            num_heads=2,
-            mlp_ratio=2.0,
-            num_classes=5,
-            positional_embedding="learnable",
-        ),
-        norms="pre none",
-    ),
+    "cct": Peer(_vit("cct", "CCT", **_CCT), norms="pre none"),
+    "cct_3d": Peer(_vit("cct_3d", "CCT", _images(32, 4), num_frames=4, **_CCT), norms="pre none"),
     "cross_vit": Peer(
-        _vit(
-            "cross_vit",
-            "CrossViT",
-            image_size=32,
-            num_classes=5,
-            sm_dim=16,
-            lg_dim=24,
-            sm_patch_size=8,
-            lg_patch_size=16,
-            sm_enc_heads=2,
-            sm_enc_mlp_dim=32,
-            sm_enc_dim_head=8,
-            lg_enc_depth=1,
-            lg_enc_heads=2,
-            lg_enc_mlp_dim=32,
-            lg_enc_dim_head=8,
-            cross_attn_depth=1,
-            cross_attn_heads=2,
-            cross_attn_dim_head=8,
-            depth=1,
-        ),
+        _vit("cross_vit", "CrossViT", image_size=32, num_classes=5, cross_attn_depth=1, **_CROSS, **_CROSS_ATTENTION),
         kinds="AMAMAA",
         blocks=4,
         norms="pre inner",
@@ -168,9 +129,8 @@ VIT_PYTORCH: dict[str, Peer] = {
             depth=1,
             patch_size=16,
             highres_patch_size=8,
-            cross_attn_heads=2,
-            cross_attn_dim_head=8,
             **_HEADS,
+            **_CROSS_ATTENTION,
         ),
         kinds="AAMM",
         blocks=1,
@@ -194,23 +154,8 @@ VIT_PYTORCH: dict[str, Peer] = {
         kinds="AMAMAM",
         blocks=3,
     ),
-    "max_vit": Peer(
-        _vit("max_vit", "MaxViT", _images(64), num_classes=5, dim=16, depth=(1, 1), dim_head=8, window_size=2),
-        kinds="AMAMAMAM",
-    ),
-    "max_vit_with_registers": Peer(
-        _vit(
-            "max_vit_with_registers",
-            "MaxViT",
-            _images(64),
-            num_classes=5,
-            dim=16,
-            depth=(1, 1),
-            dim_head=8,
-            window_size=2,
-        ),
-        kinds="AMAMAMAM",
-    ),
+    "max_vit": Peer(_vit("max_vit", "MaxViT", _images(64), **_MAX_VIT), kinds="AMAMAMAM"),
+    "max_vit_with_registers": Peer(_vit("max_vit_with_registers", "MaxViT", _images(64), **_MAX_VIT), kinds="AMAMAMAM"),
     "mobile_vit": Peer(
         _vit(
             "mobile_vit",
@@ -308,26 +253,7 @@ VIT_PYTORCH: dict[str, Peer] = {
         blocks=3,
     ),
     "twins_svt": Peer(
-        _vit(
-            "twins_svt",
-            "TwinsSVT",
-            _images(64),
-            num_classes=5,
-            s1_emb_dim=16,
-            s1_local_patch_size=4,
-            s1_global_k=4,
-            s2_emb_dim=16,
-            s2_local_patch_size=4,
-            s2_global_k=4,
-            s3_emb_dim=16,
-            s3_depth=1,
-            s3_local_patch_size=2,
-            s3_global_k=2,
-            s4_emb_dim=16,
-            s4_depth=1,
-            s4_local_patch_size=2,
-            s4_global_k=2,
-        ),
+        _vit("twins_svt", "TwinsSVT", _images(64), num_classes=5, s3_depth=1, s4_depth=1, **_TWINS),
         kinds="AMAMCAMAMAMAMCAMAMAMAMCAMAMAMCAM",
         blocks=30,
         norms="pre none",

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from unskip._words import some
 from unskip.anatomy._describe import Kind, NormPlace, is_cross, kind_of, norm_of
 from unskip.anatomy._example import Example
 from unskip.anatomy._find import Doubt, Finding, find
@@ -71,8 +72,7 @@ class Site:
 
 def named(sites: Sequence[Site]) -> str:
     """The first few sites by name, for messages."""
-    names = [site.name for site in sites]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return some([site.name for site in sites])
 
 
 @dataclass(frozen=True)

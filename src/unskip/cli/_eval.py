@@ -6,7 +6,6 @@ import contextlib
 import json as json_format
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -81,9 +80,12 @@ def eval_command(
     """
     from unskip.cli._model import channel_numbers, open_weighted
 
-    protocol = protocol if protocol is not None else _DEFAULT_TEXT if _is_text(model) else _DEFAULT
+    runs = _runs_in(model)
+    if protocol is None:
+        text = bool(runs) and all(run.config.get("recipe") == "lm" for run in runs)
+        protocol = _DEFAULT_TEXT if text else _DEFAULT
     names = [name.strip() for name in protocol.split(",") if name.strip()]
-    with with_plugins(_plugins_of(model), trust):
+    with with_plugins([plugin for run in runs for plugin in run.plugins], trust):
         for name in names:
             find(name)
     if not names:
@@ -91,35 +93,31 @@ def eval_command(
     _refuse_unused({"pool": pool, "split": split}, dense, names)
     if times is not None and pool is not None:
         raise BadInput("--times uses the mean over all tokens: leave --pool out")
+    if not runs and not _is_model(model):
+        find_runs(model)  # raises: there is no such folder
+    own_data = bool(runs) and data is None
+    if times is not None and not own_data:
+        raise BadInput("--times is for runs on their own data: leave --data out")
     options: dict[str, Any] = {"blocks": blocks_of(blocks), "split": split, "seed": seed, "precision": precision}
     options |= {"pool": "mean" if times is not None else pool, "dense": dense, "batch": batch}
     options["changes"] = _changes([item for items in change for item in items], names)
     numbers = {"size": size, "mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
-    runs: Sequence[Path | None] = [None] if _is_model(model) else find_runs(model)
     rows: list[dict[str, Any]] = []
-    for each in runs:
-        with contextlib.redirect_stdout(sys.stderr), busy(f"evaluating {each or model}"):
-            if each is not None and data is None:
-                chosen = [*_times(times)] if times is not None else None
-                trained = open_run(each, device, trust=trust)
-                with _distributed(trained.model):
-                    about, results = _of_run(trained, names, options | {"times": chosen}, numbers)
+    for each in [str(run.path) for run in runs] or [model]:
+        with contextlib.redirect_stdout(sys.stderr), busy(f"evaluating {each}"):
+            if own_data:
+                chosen = {"times": None if times is None else _times(times)}
+                about, results = _of_run(open_run(each, device, trust=trust), names, options | chosen, numbers)
             else:
-                if times is not None:
-                    raise BadInput("--times is for runs on their own data: leave --data out")
-                name = str(each or model)
                 torch.manual_seed(0)  # the same random weights each time
-                built = open_weighted(name, random, trust).to(device_of(device or "cpu"))
-                with _distributed(built):
-                    about = {"model": name, "data": data}
-                    results = _of_model(built, data, names, options, numbers)
+                built = open_weighted(each, random, trust).to(device_of(device or "cpu"))
+                about, results = {"model": each, "data": data}, _of_model(built, data, names, options, numbers)
         rows.append({**about, "results": [result.to_dict() for result in results]})
         if not json and is_main():
-            _show(str(each or model), about, names, results, options["changes"])
+            _show(each, about, names, results, options["changes"])
     if json and is_main():
         used = {name: PROTOCOLS[name].to_dict() for name in names}
-        record = rows[0] if len(rows) == 1 else {"runs": rows}
-        print_json({"protocols": used, **record})
+        print_json({"protocols": used, **(rows[0] if len(rows) == 1 else {"runs": rows})})
     return 0
 
 
@@ -137,37 +135,28 @@ def _of_run(
 
     if trained.facts.channels:  # 0 for text
         options = {**options, "normalise": preprocess_for(trained.encoder, trained.facts.channels, numbers)}
-    _, results = evaluate_run(trained, names, **options)
+    with _distributed(trained.model):
+        _, results = evaluate_run(trained, names, **options)
     return {"run": str(trained.folder.path), "step": trained.step}, results
 
 
 def _of_model(
-    built: nn.Module,
-    data: str | None,
-    names: list[str],
-    options: dict[str, Any],
-    numbers: dict[str, Any],
+    built: nn.Module, data: str | None, names: list[str], options: dict[str, Any], numbers: dict[str, Any]
 ) -> list[Result]:
     """Evaluates any model on named data."""
     from unskip.cli._model import preprocess_for
 
     preprocess = preprocess_for(built, image_channels(built) or 3, numbers)
     options = {**options, "normalise": preprocess, "batch": options["batch"] or 256}
-    return evaluate_model(built, names, data, **options)
+    with _distributed(built):
+        return evaluate_model(built, names, data, **options)
 
 
-def _plugins_of(name: str) -> list[str]:
-    """The plugins of the runs in a folder."""
-    if _is_model(name) or not Path(name).expanduser().is_dir():
+def _runs_in(name: str) -> list[RunFolder]:
+    """The runs of a folder; none for other models, or if there is no such folder."""
+    if _is_model(name) or not Path(name).is_dir():
         return []
-    return [plugin for run in find_runs(name) for plugin in RunFolder.open(run).plugins]
-
-
-def _is_text(name: str) -> bool:
-    """Whether MODEL is one or several runs of language models."""
-    if _is_model(name) or not Path(name).expanduser().is_dir():
-        return False
-    return all(RunFolder.open(run).config.get("recipe") == "lm" for run in find_runs(name))
+    return [RunFolder.open(run) for run in find_runs(name)]
 
 
 def _is_model(name: str) -> bool:

@@ -161,13 +161,13 @@ def fingerprint(images: ImageSet) -> str:
     return digest.hexdigest()[:16]
 
 
-def samples(files: Sequence[str], count: int = 64, length: int = 4096) -> Iterator[bytes]:
-    """Names and sizes of files, and `length` bytes at about `count` evenly spaced positions in them."""
+def samples(files: Sequence[str]) -> Iterator[bytes]:
+    """Names and sizes of files, and 4096 bytes at each of about 64 evenly spaced positions in them."""
     sizes = [Path(file).stat().st_size for file in files]
     yield repr([(Path(file).name, size) for file, size in zip(files, sizes, strict=True)]).encode()
     ends = numpy.cumsum(sizes)
-    for position in range(0, int(ends[-1]), max(1, int(ends[-1]) // count)):
+    for position in range(0, int(ends[-1]), max(1, int(ends[-1]) // 64)):
         file = int(numpy.searchsorted(ends, position, side="right"))
         with Path(files[file]).open("rb") as opened:
             opened.seek(position - int(ends[file]) + sizes[file])
-            yield opened.read(length)
+            yield opened.read(4096)

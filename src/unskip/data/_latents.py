@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip._extras import need
+from unskip._words import brief
 from unskip.data._device import put
 from unskip.data._feed import Feed
 from unskip.data._images import ImageSet, fingerprint
@@ -56,8 +57,7 @@ class Autoencoder:
         try:
             module = kind.from_pretrained(str(folder), local_files_only=True, low_cpu_mem_usage=False)
         except (OSError, ValueError, RuntimeError) as error:
-            line = str(error).partition("\n")[0]
-            raise LoadError(f"{folder}: cannot be loaded as AutoencoderKL of diffusers ({line})") from error
+            raise LoadError(f"{folder}: cannot be loaded as AutoencoderKL of diffusers ({brief(error)})") from error
         module = module.to(device).eval().requires_grad_(False)
         digest = hashlib.sha256()
         for name, value in sorted(module.state_dict().items()):

@@ -18,10 +18,9 @@ from unskip.data._documents import STDLIB
 from unskip.data._folder import folder_parts, tiny_imagenet_parts
 from unskip.data._hub import hub_parts
 from unskip.data._images import ImageSet, resized
-from unskip.data._joined import joined
 from unskip.data._parquet import open_parquet
 from unskip.data._small import KNOWN
-from unskip.data._splits import Parts, files_by_split, open_split, pattern_parts
+from unskip.data._splits import Parts, open_split, pattern_parts
 from unskip.data._tar import open_tar
 from unskip.errors import BadInput
 
@@ -41,18 +40,15 @@ def open_images(
     """Opens one split of a set of labelled images.
 
     `source` is digits, fashion-mnist, cifar10, cifar100, stl10, tiny-imagenet, imagenet, a folder, parquet files
-    ("path/*.parquet", "name-{split}.parquet"), WebDataset shards ("path/{split}-*.tar") or hf:NAME; + concatenates
-    several. `root` is the folder of the files of named sets (default ~/.cache/unskip). With a `size` the images are
-    decoded into memory, center-cropped and resized to squares; without it folders, and shards of more than 1 GiB, are
-    read from disk on demand. `hold_out` removes the images of the "val" split from "train".
+    ("path/*.parquet", "name-{split}.parquet"), WebDataset shards ("path/{split}-*.tar") or hf:NAME. `root`
+    is the folder of the files of named sets (default ~/.cache/unskip). With a `size` the images are decoded into
+    memory, center-cropped and resized to squares; without it folders, and shards of more than 1 GiB, are read from disk
+    on demand. `hold_out` removes the images of the "val" split from "train".
     """
     if split not in get_args(Split):
         raise BadInput(f"split is {split!r}; it can be {', '.join(get_args(Split))}")
     if size is not None:
         whole("open_images", "size", size, low=1)
-    if _is_joined(str(source)):
-        open_part = partial(open_images, split=split, root=root, size=size, hold_out=hold_out, download=download)
-        return joined([open_part(part.strip()) for part in str(source).split("+")])
     folder = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "unskip"
     return open_split(str(source), _parts(source, folder, size, download), split, hold_out)
 
@@ -66,14 +62,7 @@ def absolute_source(source: str) -> str:
         name, colon, config = source.removeprefix("hf:").partition(":")
         folder = Path(name).expanduser()
         return f"hf:{folder.absolute()}{colon}{config}" if folder.is_dir() else source
-    if _is_joined(source):
-        return "+".join(absolute_source(part.strip()) for part in source.split("+"))
     return str(path.absolute()) if path.exists() or path.parent != Path() or path.suffix else source
-
-
-def _is_joined(source: str) -> bool:
-    path = Path(source).expanduser()
-    return "+" in source and not path.exists() and not files_by_split(str(path))  # a path may contain a +
 
 
 def _parts(source: str | Path, root: Path, size: int | None, download: bool) -> Parts:

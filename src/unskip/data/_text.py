@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import numpy
 from numpy.typing import NDArray
 
-from unskip._words import count
+from unskip._words import count, some
 from unskip.data._documents import Documents, open_documents
 from unskip.data._order import Rows
 from unskip.data._tokenizer import Tokenizer, open_tokenizer
@@ -166,5 +166,4 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def _named(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{count(len(names), 'document')} ({', '.join(names[:3])}{more})"
+    return f"{count(len(names), 'document')} ({some(names)})"

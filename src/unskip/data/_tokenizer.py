@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from unskip import spec
 from unskip._extras import need
+from unskip._words import brief
 from unskip.errors import BadInput
 
 FILE = "tokenizer.json"
@@ -131,8 +132,9 @@ def _from_hub(name: str) -> Tokenizer:
         with spec.hub(needed=True):
             tokenizer = auto.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of the library or the network
-        line = " ".join(str(error).split())[:200]
-        raise BadInput(f"tokenizer {name}: {line}; give bytes, a tokenizer.json, or a name on the hub") from error
+        raise BadInput(
+            f"tokenizer {name}: {brief(error)}; give bytes, a tokenizer.json, or a name on the hub"
+        ) from error
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is None:
         raise BadInput(f"tokenizer {name}: not a fast tokenizer; convert it to a tokenizer.json first")

@@ -68,9 +68,9 @@ def evaluate_knn(train: Split, test: Split, **settings: Any) -> dict[str, float]
     return {f"knn{k}": accuracy for k, accuracy in accuracies.items()}
 
 
-def check_knn(train_labels: Tensor, test_labels: Tensor, protocol: str = "knn-dino-v1") -> None:
+def check_knn(train_labels: Tensor, test_labels: Tensor) -> None:
     """Raises BadInput for sets that kNN cannot be evaluated on, so that a run can check before its first step."""
-    _check_k(len(train_labels), find(protocol, evaluate_knn).settings["k"])
+    _check_k(len(train_labels), find("knn-dino-v1").settings["k"])
     check_classes("knn", train_labels, test_labels)
 
 

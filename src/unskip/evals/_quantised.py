@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unskip._warn import warn
+from unskip._words import some
 from unskip.errors import BadInput
 from unskip.evals._extract import logits_of
 from unskip.evals._input import check_classes
@@ -174,9 +175,8 @@ def _calibrate(model: nn.Module, layers: list[_Layer], train: Split, count: int)
         hook.remove()
     around = [layer.name for layer in layers if layer.low is None and id(layer.module.weight) in read.ids]
     if around:
-        more = f" and {len(around) - 1} more" if len(around) > 1 else ""
         raise BadInput(
-            f"{around[0]}{more}: the model uses the weight without calling its layer, so it cannot be rounded; use a "
+            f"{some(around, 1)}: the model uses the weight without calling its layer, so it cannot be rounded; use a "
             "model whose attention calls its layers, such as a ViT of timm or transformers"
         )
     layers[:] = [layer for layer in layers if layer.low is not None]

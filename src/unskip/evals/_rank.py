@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from unskip.evals._registry import protocol as find
-from unskip.evals._registry import register
+from unskip.evals._registry import protocol, register
 from unskip.evals._split import Split
 from unskip.measures import effective_rank, rank_entropy
 
@@ -24,9 +22,9 @@ from unskip.measures import effective_rank, rank_entropy
 _SAME = 1e-4
 
 
-def rank(features: Tensor, protocol: str = "rank-v1", *, changes: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """The entropy of the singular values of (samples, dim), and its exponential, over the protocol's first samples."""
-    return _ranks(features, **find(protocol, evaluate_rank).settings_with(changes))
+def rank(features: Tensor) -> dict[str, float]:
+    """The rank of features (samples, dim) by rank-v1: the entropy of the singular values, and its exponential."""
+    return _ranks(features, **protocol("rank-v1").settings)
 
 
 @register(

@@ -27,6 +27,7 @@ from unskip.wiring import Where, check_selector, picks
 
 _NEAR_UNIFORM = 0.1  # noise of near-uniform heads
 _ELSE = "Nothing was changed; use no self_attention target, or exclude such sites with where=."
+_MOST = 4.0  # largest weight of the identity
 _STEPS = 10  # of the bisection, which gives b to about 1e-3
 
 
@@ -45,15 +46,14 @@ def calibrate_(
     *,
     qk_noise: float = 1.0,
     even: int = 0,
-    most: float = 4.0,
     where: Where = None,
     generator: torch.Generator | None = None,
 ) -> list[Solved]:
     """Fills W_Q and W_K so that mean self-attention on the example is `target`, one number or one per block.
 
     The last `even` heads of each block start near-uniform instead and do not count. The identity's weight is at most
-    `most`, so the target may not be reached where tokens are very similar; the result has the value that was. Rewire
-    first: the input of a block depends on the skips before it. `where` selects sites as in `rewire`.
+    4, so the target may not be reached where tokens are very similar; the result has the value that was. Rewire first:
+    the input of a block depends on the skips before it. `where` selects sites as in `rewire`.
     """
     number("calibrate_", "qk_noise", qk_noise)
     check_selector(where)
@@ -61,7 +61,7 @@ def calibrate_(
     with torch.no_grad(), transaction(model):
         heads = {part.site.index: part.heads - whole("calibrate_", "even", even, low=0) for part in chosen.attentions()}
         draw = Draw(generator)
-        return [*solve_(model, example_for(model, example), chosen, target, qk_noise, heads, draw, most)]
+        return [*solve_(model, example_for(model, example), chosen, target, qk_noise, heads, draw)]
 
 
 def solve_(
@@ -72,10 +72,8 @@ def solve_(
     noise: float,
     heads: dict[int, int],
     draw: Draw,
-    most: float = 4.0,
 ) -> Iterator[Solved]:
     """Calibrates the first heads of each chosen attention, in order; `heads` has their number by site index."""
-    number("calibrate_", "most", most, zero=False)
     for part, goal in zip(chosen.attentions(), targets(chosen, target), strict=True):
         count = heads[part.site.index]
         _refuse(part, count)
@@ -86,7 +84,7 @@ def solve_(
         matrices = draw.normal(part.heads, tokens.shape[-1], tokens.shape[-1], dtype=torch.float32)
         matrices /= math.sqrt(tokens.shape[-1])
         _fill(part, _NEAR_UNIFORM * matrices)
-        low, high, middle, reached = 0.0, most, 0.0, math.nan
+        low, high, middle, reached = 0.0, _MOST, 0.0, math.nan
         for _ in range(_STEPS):
             middle = (low + high) / 2 if low > 1 else math.sqrt(max(low, 0.02) * high)
             _fill(part, noise * matrices[:count] + middle * torch.eye(tokens.shape[-1]))

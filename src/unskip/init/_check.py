@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +38,14 @@ def chosen_parts(all_parts: Parts, chooses: Callable[[Site], bool]) -> Parts:
         raise InitError(f"{all_parts.model}: no site to initialise")
     unknown = [site for site, part in zip(chosen.sites, chosen, strict=True) if part is None]
     if unknown:
-        raise InitError(
-            f"{named(unknown)}: {all_parts.reasons[unknown[0].index]}. Nothing was changed; exclude such sites with "
-            "where=."
-        )
+        refuse(unknown, all_parts.reasons[unknown[0].index])
     return chosen
+
+
+def refuse(sites: Sequence[Site], why: str, instead: str = "") -> None:
+    """Raises InitError if there are sites that cannot be initialised; `instead` is another way than `where`."""
+    if sites:
+        raise InitError(f"{named(sites)}: {why}. Nothing was changed; exclude such sites with where={instead}.")
 
 
 class RowBuilder:

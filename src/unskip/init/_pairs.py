@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unskip.anatomy import MlpParts, Parts, named
-from unskip.errors import InitError
+from unskip.anatomy import MlpParts, Parts
+from unskip.init._check import refuse
 from unskip.init._draw import Draw
 
 
@@ -61,12 +61,8 @@ def refuse_to_pair(chosen: Parts) -> None:
         (hidden, width), outputs = part.up.shape, len(part.down)
         if odd_slope(part) is None:
             kind = "is gated" if part.gate is not None else f"has the activation {part.activation or 'unknown'}"
-            raise InitError(
-                f"{named([part.site])}: the MLP {kind}, but mirrored units need phi(z) - phi(-z) to be linear, "
-                "as for ReLU, GELU and SiLU. Nothing was changed; exclude such sites with where=."
-            )
+            needed = "phi(z) - phi(-z) to be linear, as for ReLU, GELU and SiLU"
+            refuse([part.site], f"the MLP {kind}, but mirrored units need {needed}")
         if hidden < 2 * width or outputs != width:
-            raise InitError(
-                f"{named([part.site])}: an MLP of widths {width}, {hidden}, {outputs} cannot have pairs, which need "
-                "twice the width and as many outputs as inputs. Nothing was changed; exclude such sites with where=."
-            )
+            needed = "twice the width and as many outputs as inputs"
+            refuse([part.site], f"an MLP of widths {width}, {hidden}, {outputs} cannot have pairs, which need {needed}")

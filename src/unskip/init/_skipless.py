@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypedDict, get_args
+from typing import TypedDict
 
 import torch
 from torch import nn
 
-from unskip._checks import choice, number, whole
+from unskip._checks import number, whole
 from unskip._warn import warn
 from unskip.anatomy import (
     AttentionParts,
@@ -40,13 +40,13 @@ from unskip.anatomy import (
     named,
     trace_parts,
 )
-from unskip.errors import BadInput, InitError
+from unskip.errors import InitError
 from unskip.init._calibrate import Solved, solve_, targets
-from unskip.init._check import Check, chosen_parts, same, transaction
+from unskip.init._check import Check, chosen_parts, refuse, same, transaction
 from unskip.init._draw import Draw
 from unskip.init._pairs import pair_, refuse_to_pair
 from unskip.init._position import PositionCode, position_code_
-from unskip.init._query_key import Heads, query_key_
+from unskip.init._query_key import query_key_
 from unskip.init._value_output import carry_, refuse_to_carry, value_output_
 from unskip.init._verify import MIX, PARTS, Name, gain, refuse_number, refuse_parts, renamed, verify_skipless
 from unskip.wiring import Where, check_selector, picks
@@ -85,7 +85,6 @@ def skipless_(
     mlp_bias: float = 0.0,
     generator: torch.Generator | None = None,
     parts: Sequence[Name] = PARTS,
-    heads: Heads = "independent",
     centre: bool = False,
     pairs: bool = False,
     carry: int | None = None,
@@ -100,9 +99,7 @@ def skipless_(
     """Initialises the branches of a model to train without skips. Returns the result of `verify_skipless`.
 
     `example` is as for audit. `alpha`, `beta` and `c` are the paper's names for `qk_noise`, `qk_identity` and
-    `vo_gain`; either is accepted. `parts` selects among the three, `where` selects sites as in `rewire`. `heads` sets
-    how one matrix is split over heads: "independent" (a Z for each), "shared" (one Z, all heads equal) or "sliced" (one
-    Z, its singular directions assigned to heads in order, so the last heads get almost none of it). Biases of
+    `vo_gain`; either is accepted. `parts` selects among the three, `where` selects sites as in `rewire`. Biases of
     initialised layers become 0. LayerScale becomes 1 with "value-output" and "mlp"; drop path is switched off. The same
     generator gives the same weights on every device. The model is not rewired. If a site cannot be initialised, nothing
     is changed.
@@ -121,11 +118,8 @@ def skipless_(
     for name, value in numbers.items():
         refuse_number(name, value)
     number("skipless_", "mlp_bias", abs(mlp_bias))
-    choice("skipless_", "heads", heads, get_args(Heads))
     draw = Draw(generator)
     refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention, mix)
-    if self_attention is not None and heads != "independent":
-        raise BadInput(f"heads={heads!r} has no effect with self_attention, which gives every head its own Z; use one")
     check_selector(where)
     example = example_for(model, example)
     chosen = _chosen(trace_parts(model, example).parts, where, parts)
@@ -146,7 +140,7 @@ def skipless_(
             if "value-output" in parts:
                 value_output_(attention, vo_gain, draw)
             if "query-key" in parts:
-                query_key_(attention, qk_noise, qk_identity, heads, draw)
+                query_key_(attention, qk_noise, qk_identity, draw)
         if "mlp" in parts:
             for mlp in chosen.mlps():
                 _mlp_(mlp, mlp_gain, mlp_bias, draw)
@@ -197,23 +191,14 @@ def _mlp_(part: MlpParts, down_gain: float, up_bias: float, draw: Draw) -> None:
 
 def _refuse_bias(chosen: Parts) -> None:
     without = [part.site for part in chosen.mlps() if part.gate is not None or part.up_bias is None]
-    if without:
-        raise InitError(
-            f"{named(without)}: the MLP is gated, or has no bias before its activation, so it has no mlp_bias. Nothing "
-            "was changed; exclude such sites with where=."
-        )
+    refuse(without, "the MLP is gated, or has no bias before its activation, so it has no mlp_bias")
 
 
 def _refuse_to_centre(chosen: Parts) -> None:
     without = [part.site for part in chosen.mlps() if part.gate is None and part.down_bias is None]
-    if without:
-        raise InitError(
-            f"{named(without)}: the MLP has no output bias, which centre needs. Nothing was changed; drop centre, or "
-            "exclude such sites with where=."
-        )
+    refuse(without, "the MLP has no output bias, which centre needs", ", or drop centre")
     unknown = [part.site for part in chosen.mlps() if part.gate is None and part.function is None]
-    if unknown:
-        raise InitError(f"{named(unknown)}: the mean of an unknown activation is not known. Nothing was changed.")
+    refuse(unknown, "the mean of an unknown activation is not known", ", or drop centre")
 
 
 def _chosen(all_parts: Parts, where: Where, parts: Sequence[Name]) -> Parts:
@@ -221,25 +206,15 @@ def _chosen(all_parts: Parts, where: Where, parts: Sequence[Name]) -> Parts:
     kinds = {"mlp"} if set(parts) == {"mlp"} else {"attention"} if "mlp" not in parts else {"attention", "mlp", "conv"}
     kinds |= {"parallel", "other"}
     chosen = chosen_parts(all_parts, lambda site: site.kind in kinds and picks(where, site))
-    crossed = [part.site for part in chosen.attentions() if part.cross and "query-key" in parts]
-    if crossed:
-        raise InitError(
-            f"{named(crossed)}: keys come from another sequence, so cross-attention cannot start near the identity. "
-            "Nothing was changed; exclude such sites with where=, or drop 'query-key' from parts."
-        )
-    tied = [part.site for part in chosen.attentions() if same(part.q, part.k) and "query-key" in parts]
-    if tied:
-        raise InitError(
-            f"{named(tied)}: queries and keys share one weight, so W_Q W_K^T is symmetric and cannot contain Z. "
-            "Nothing was changed; exclude such sites with where=, or drop 'query-key' from parts."
-        )
+    if "query-key" in parts:
+        drop = ", or drop 'query-key' from parts"
+        crossed = [part.site for part in chosen.attentions() if part.cross]
+        refuse(crossed, "keys come from another sequence, so cross-attention cannot start near the identity", drop)
+        tied = [part.site for part in chosen.attentions() if same(part.q, part.k)]
+        refuse(tied, "queries and keys share one weight, so W_Q W_K^T is symmetric and cannot contain Z", drop)
     branches = [*chosen.attentions(), *chosen.mlps()]
     computed = [part.site for part in branches if "computed bias" in part.extras]
-    if computed:
-        raise InitError(
-            f"{named(computed)}: a bias that is computed and not stored cannot be set to 0. Nothing was changed; "
-            "exclude such sites with where=."
-        )
+    refuse(computed, "a bias that is computed and not stored cannot be set to 0")
     weights = [p for part in branches for p in part.parameters]
     if any(not p.is_floating_point() or p.device.type == "meta" for p in weights):
         raise InitError(f"{all_parts.model}: its weights are on the meta device or not floating point; load them first")

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from unskip._words import some
 from unskip.anatomy import mean_weight
 from unskip.measures._collect import BlockSamples, Samples
 from unskip.measures._input import finite_or_none
@@ -115,9 +116,8 @@ def _note_missing(samples: Samples) -> None:
         notes.append("the stream changes shape with depth: no cosine with the input for blocks of another shape")
     rounded = [block.path for block in blocks if samples.rounding.anywhere(block.index, block.outputs)]
     if rounded:
-        more = f" and {len(rounded) - 3} more blocks" if len(rounded) > 3 else ""
         notes.append(
-            f"{', '.join(rounded[:3])}{more}: rank collapse; tokens differ by little more than rounding, so rank, "
+            f"{some(rounded)}: rank collapse; tokens differ by little more than rounding, so rank, "
             "similarity and frequencies are left out. Run the model in float64 to measure them."
         )
     if all(math.isnan(share) for block in blocks for share in block.high):

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from unskip._words import brief, some
 from unskip.anatomy import (
     AttentionParts,
     Function,
@@ -53,7 +54,7 @@ class Spectra:
         except (ReplayError, BadInput) as reason:
             self.notes.append(f"no Jacobian of {name}: {reason}")
         except (NotImplementedError, RuntimeError) as error:
-            self.notes.append(f"no Jacobian of {name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            self.notes.append(f"no Jacobian of {name}: {type(error).__name__}: {brief(error)}")
         return None
 
 
@@ -63,11 +64,11 @@ def site_rows(samples: Samples, spectra: Spectra, generator: torch.Generator) ->
         gradients = gradient_norms(samples.first, generator)
     except (ReplayError, RuntimeError, NotImplementedError) as error:
         gradients = {}
-        samples.notes.append(f"no gradient norms: {str(error).splitlines()[0]}")
+        samples.notes.append(f"no gradient norms: {brief(error)}")
     rows = [_row(each, samples, spectra, gradients.get(each.site.index)) for each in samples.sites]
     singular = [row for row in rows if row.attention_condition is not None and math.inf in row.attention_condition]
     if singular:
-        names = ", ".join(f"site {row.index}" for row in singular[:3]) + (", ..." if len(singular) > 3 else "")
+        names = some([f"site {row.index}" for row in singular])
         samples.notes.append(
             f"the attention matrix of a head is numerically singular at {names} (equal rows, as in near-uniform "
             "attention): its condition number is inf"

@@ -30,6 +30,7 @@ from unskip.measures._lanczos import Krylov, Nodes, above_null, bidiagonalise, b
 
 SHARES = (0.1, 0.5, 0.9)
 TOGETHER = 2**17  # numbers in the vectors of one batch of products, and in all probes by default
+_SAMPLES = 16  # random vectors for the stable rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,6 @@ def jacobian_spectrum(
     exact: bool | None = None,
     probes: int | None = None,
     steps: int = 128,
-    samples: int = 16,
     generator: torch.Generator | None = None,
     null: int = 0,
 ) -> Spectrum:
@@ -101,15 +101,14 @@ def jacobian_spectrum(
 
     `exact` builds the Jacobian, by default if inputs and outputs are at most 4096, or 16384 on a GPU. Its memory is
     about three times 8 bytes for each entry. The matrix-free method runs `steps` products with J and with J^T from each
-    of `probes` random vectors (by default enough for 131072 numbers, at most 32), and `samples` more for the stable
-    rank. Its memory is 8 x steps x (inputs + outputs) x probes bytes, with batches of probes limited to 131072 numbers,
-    plus f's own memory for one graph and these vectors. Small quantiles of a spectrum over several decades need more
-    steps, as their error shows. Without a generator the probes are the same in each call.
+    of `probes` random vectors (by default enough for 131072 numbers, at most 32), and 16 more for the stable rank.
+    Its memory is 8 x steps x (inputs + outputs) x probes bytes, with batches of probes limited to 131072 numbers, plus
+    f's own memory for one graph and these vectors. Small quantiles of a spectrum over several decades need more steps,
+    as their error shows. Without a generator the probes are the same in each call.
 
     `null` is the number of input directions that are null by construction; at least inputs - outputs always are.
     """
     steps = whole("jacobian_spectrum", "steps", steps, low=2)
-    samples = whole("jacobian_spectrum", "samples", samples, low=2)
     jacobian = Jacobian(f, x)
     outputs, inputs = jacobian.shape
     if whole("jacobian_spectrum", "null", null, low=0) > inputs:
@@ -125,7 +124,7 @@ def jacobian_spectrum(
         probes = whole("jacobian_spectrum", "probes", probes, low=1)
     # An unusual seed, so that probes do not repeat weights that were drawn with a common one.
     seed = 20_240_410_947 if generator is None else _seed(generator)
-    return _matrix_free(jacobian, null, probes, min(steps, inputs), samples, torch.Generator().manual_seed(seed))
+    return _matrix_free(jacobian, null, probes, min(steps, inputs), torch.Generator().manual_seed(seed))
 
 
 def largest_built(x: Tensor) -> int:
@@ -163,9 +162,7 @@ def _exact(jacobian: Jacobian, null: int) -> Spectrum:
     )
 
 
-def _matrix_free(
-    jacobian: Jacobian, null: int, probes: int, steps: int, samples: int, generator: torch.Generator
-) -> Spectrum:
+def _matrix_free(jacobian: Jacobian, null: int, probes: int, steps: int, generator: torch.Generator) -> Spectrum:
     outputs, inputs = jacobian.shape
 
     def draw(count: int) -> Tensor:
@@ -189,10 +186,10 @@ def _matrix_free(
     resolution = close * top
 
     norms = torch.cat(
-        [_outside(jacobian, first, draw(min(together, samples - at))) for at in range(0, samples, together)]
+        [_outside(jacobian, first, draw(min(together, _SAMPLES - at))) for at in range(0, _SAMPLES, together)]
     )
     squares = float((first.bidiagonal**2).sum() + norms.mean())
-    squares_error = float(norms.std()) / math.sqrt(samples)
+    squares_error = float(norms.std()) / math.sqrt(_SAMPLES)
 
     least = min(above_null(each, null, inputs) for each in ritz)
     known = top > 0 and math.isfinite(least)

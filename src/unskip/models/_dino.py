@@ -172,8 +172,8 @@ class DINO(nn.Module):
         return self.student.head.last.weight
 
     @torch.no_grad()
-    def spread_(self, generator: torch.Generator | None = None, rounds: int = 20) -> None:
-        """Spreads the rows of the last layer evenly: W^T W is near (out / bottleneck) I after `rounds`.
+    def spread_(self, generator: torch.Generator | None = None) -> None:
+        """Spreads the rows of the last layer evenly: W^T W is near (out / bottleneck) I after 20 rounds.
 
         Then |W z| is equal for all directions z of the bottleneck. Alternates between whitening W^T W and
         normalising rows.
@@ -181,7 +181,7 @@ class DINO(nn.Module):
         weight = self.last_layer()
         out, bottleneck = weight.shape
         rows = torch.randn(out, bottleneck, generator=generator, dtype=torch.float64)
-        for _ in range(rounds if out >= bottleneck else 0):
+        for _ in range(20 if out >= bottleneck else 0):
             values, vectors = torch.linalg.eigh(rows.T @ rows)
             rows = F.normalize(rows @ (vectors * values.rsqrt()) @ vectors.T, dim=1)
         for tower in (self.student, self.teacher):

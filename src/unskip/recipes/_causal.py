@@ -19,7 +19,7 @@ from torch import nn
 
 from unskip import spec
 from unskip._extras import need
-from unskip._words import nearest
+from unskip._words import brief, nearest
 from unskip.errors import BadInput
 
 _MULTIPLE = 64  # vocabulary and MLP sizes are multiples: matrix products of other sizes are slow on GPUs
@@ -55,7 +55,7 @@ def build_causal(described: dict[str, Any]) -> nn.Module:
     try:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # transformers raises many kinds for inconsistent fields
-        raise BadInput(f"model {described['model_type']}: {type(error).__name__}: {_line(error)}") from error
+        raise BadInput(f"model {described['model_type']}: {type(error).__name__}: {brief(error)}") from error
     assert isinstance(model, nn.Module)
     return model
 
@@ -70,7 +70,7 @@ def pretrained_weights(model: str) -> dict[str, Any]:
             kind: Any = need("transformers").AutoModelForCausalLM
             loaded = kind.from_pretrained(name, trust_remote_code=False, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise BadInput(f"{model}: no weights: {_line(error)}") from error
+        raise BadInput(f"{model}: no weights: {brief(error)}") from error
     weights: dict[str, Any] = loaded.state_dict()
     return weights
 
@@ -93,7 +93,7 @@ def _named(name: str, arguments: dict[str, Any]) -> Any:
             kind: Any = need("transformers").AutoConfig
             return kind.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False, **arguments)
     except (OSError, ValueError) as error:
-        raise BadInput(f"hf:{name}: {_line(error)}") from error
+        raise BadInput(f"hf:{name}: {brief(error)}") from error
 
 
 def _check_room(model: str, config: Any, vocabulary: int, context: int) -> None:
@@ -136,10 +136,6 @@ def _of_kind(kind: str, arguments: dict[str, Any], vocabulary: int, context: int
     try:
         config = cls(**{**derived, **arguments})
     except Exception as error:  # checks of transformers
-        raise BadInput(f"model_args: {cls.__name__}: {_line(error)}") from error
+        raise BadInput(f"model_args: {cls.__name__}: {brief(error)}") from error
     _check_room(kind, config, vocabulary, context)
     return config
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

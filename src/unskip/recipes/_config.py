@@ -16,7 +16,7 @@ class Config:
     no_use: ClassVar[dict[str, str]] = {}  # fields that a recipe does not use, and why; its command leaves them out
 
     preset: str = "digits"  # source of the other defaults
-    data: str = "digits"  # a named set, a folder of class folders, parquet files or tar shards; several are joined by +
+    data: str = "digits"  # a named set, a folder of class folders, parquet files or tar shards
     data_root: str | None = None  # folder of a named set's files; None: ~/.cache/unskip
     download: bool = False  # let torchvision download a named set that is missing
     size: int = 32  # of images, in pixels

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._words import brief
 from unskip.data import TextFeed, TextSet, Tokenizer, open_text, open_tokenizer
 from unskip.errors import BadInput
 from unskip.evals import token_logits
@@ -176,8 +177,7 @@ class NextToken(Objective):
             with torch.no_grad():
                 shape = token_logits(model, model(sample[:1])).shape
         except RuntimeError as error:  # inconsistent sizes
-            line = " ".join(str(error).split())[:200]
-            raise BadInput(f"{config.model}: its forward fails: {line}; change its model_args") from error
+            raise BadInput(f"{config.model}: its forward fails: {brief(error)}; change its model_args") from error
         if shape[-1] < self.tokenizer.size:
             raise BadInput(f"{config.model}: {shape[-1]} logits, and the tokenizer has {self.tokenizer.size} ids")
         self.initialise(model, sample[:8])
@@ -209,8 +209,7 @@ def _copy(model: nn.Module, weights: dict[str, Any], source: str) -> None:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        line = " ".join(str(error).split())[:300]
-        raise BadInput(f"{source}: its weights are of another model: {line}; use its model_args") from error
+        raise BadInput(f"{source}: its weights are of another model: {brief(error)}; use its model_args") from error
 
 
 # A config of the recipe lm (language models: the next token): `unskip.recipes.lm(preset, **fields)`.

@@ -86,7 +86,7 @@ def resume(
         task, schedule = build_task(config.resumed(folder), opener)
     except BadInput as error:
         path = Path(config.data)
-        if path.is_absolute() and not (path.exists() or (path.parent.exists() and set("*{+") & set(config.data))):
+        if path.is_absolute() and not (path.exists() or (path.parent.exists() and set("*{") & set(config.data))):
             raise BadInput(f"{folder.path}: {error}. If the data was moved, give its path: --data (data=)") from error
         raise
     changed = data_changes(folder.data, task.record["data"])

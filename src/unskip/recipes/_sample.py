@@ -31,6 +31,7 @@ from unskip.recipes._open import Trained, open_run
 
 _IN_GRID = 100
 _MIN_SIDE = 32  # of an image in the grid; smaller ones are enlarged
+_GAP = 2  # pixels between the images of a grid
 _DECODED = 16  # latents decoded at a time: images take far more memory than latents
 
 
@@ -158,17 +159,17 @@ def _write(folder: Path, name: str, images: Tensor, about: dict[str, Any]) -> Pa
     return target
 
 
-def grid_of(images: Tensor, gap: int = 2) -> Tensor:
+def grid_of(images: Tensor) -> Tensor:
     """Arranges images (n, channels, size, size) in one image (channels, height, width), by rows, on white."""
     times = max(1, -(-_MIN_SIDE // images.shape[2]))
     images = images.repeat_interleave(times, 2).repeat_interleave(times, 3)
     count, channels, tall, wide = images.shape
     columns = math.ceil(math.sqrt(count))
     rows = -(-count // columns)
-    out = images.new_full((channels, rows * (tall + gap) + gap, columns * (wide + gap) + gap), 255)
+    out = images.new_full((channels, rows * (tall + _GAP) + _GAP, columns * (wide + _GAP) + _GAP), 255)
     for index, image in enumerate(images):
         row, column = divmod(index, columns)
-        top, left = gap + row * (tall + gap), gap + column * (wide + gap)
+        top, left = _GAP + row * (tall + _GAP), _GAP + column * (wide + _GAP)
         out[:, top : top + tall, left : left + wide] = image
     return out
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from unskip import spec
 from unskip._extras import need
+from unskip._words import brief
 from unskip.data import known_preprocess
 from unskip.errors import BadInput, LoadError
 from unskip.evals import image_channels
@@ -88,8 +89,8 @@ def _download(name: str) -> Path:
             files = ["*.json", "*.safetensors"]
             return Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=files))
     except (BadInput, OSError, ValueError) as error:
-        line = str(error).strip().partition("\n")[0]
-        raise LoadError(f"{name}: {line}. Check OWNER/NAME and the connection, or give a local folder.") from error
+        reason = brief(error).rstrip(".")
+        raise LoadError(f"{name}: {reason}. Check OWNER/NAME and the connection, or give a local folder.") from error
 
 
 def _config(model: Any, record: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -251,35 +251,46 @@ def _chart(
     absent: str = "No data",
     intervals: Sequence[Sequence[Mapping[float, Interval]]] = (),
 ) -> Chart:
-    lines, thinned, beyond = [], False, False
-    most = max(40, min(POINTS, 20 * POINTS // max(1, len(groups))))
+    most = max(40, min(POINTS, 20 * POINTS // max(1, len(groups))))  # points of a line
+    lines, notes, thinned, beyond = list[Line](), list[str](), False, False
     for index, (group, runs) in enumerate(zip(groups, values, strict=True)):
-        points = []
-        for x in sorted({x for run in runs for x in run}):
-            present = [run[x] for run in runs if x in run]
-            mean, std, count = mean_and_std(present)
-            if count and abs(mean) < BEYOND:
-                of_one_run = intervals[index][0].get(x) if intervals and len(runs) == 1 else None
-                points.append((x, mean, std, count, of_mean([*filter(math.isfinite, present)]) or of_one_run))
-            beyond |= abs(mean) >= BEYOND
-        if not points:
-            continue
-        stride = max(1, math.ceil(len(points) / most))
-        thinned |= stride > 1
-        kept = points[::stride] + ([points[-1]] if (len(points) - 1) % stride else [])
-        lines.append(Line(group.label, group.place, *zip(*kept, strict=True)))
-    notes = [f"Long curves are thinned to {most} points."] if thinned else []
-    notes += [f"Values above {BEYOND:.0e} are not drawn."] if beyond else []
-    same = [words([line.label for line in overlapping]) for overlapping in _equal(lines)]
-    notes += [f"Equal, drawn on one line: {'; '.join(same)}."] if same else []
+        points, left_out = _points(runs, intervals[index][0] if intervals and len(runs) == 1 else {})
+        beyond |= left_out
+        if points:
+            stride = math.ceil(len(points) / most)
+            thinned |= stride > 1
+            kept = points[::stride] + ([points[-1]] if (len(points) - 1) % stride else [])
+            lines.append(Line(group.label, group.place, *zip(*kept, strict=True)))
+    if not lines:
+        return Chart(name, title, x_label, y_label, missing=missing)
+    if thinned:
+        notes.append(f"Long curves are thinned to {most} points.")
+    if beyond:
+        notes.append(f"Values above {BEYOND:.0e} are not drawn.")
+    if same := [words([line.label for line in overlapping]) for overlapping in _equal(lines)]:
+        notes.append(f"Equal, drawn on one line: {'; '.join(same)}.")
     drawn = {line.group for line in lines}
-    without = [group.label for group in groups if group.place not in drawn]
-    notes += [f"{absent}: {words(without)}."] if without else []
+    if without := [group.label for group in groups if group.place not in drawn]:
+        notes.append(f"{absent}: {words(without)}.")
+    return Chart(name, title, x_label, y_label, tuple(lines), _is_wide(lines, y_label), " ".join(notes))
+
+
+def _points(runs: Sequence[Mapping[float, float]], of_one_run: Mapping[float, Interval]) -> tuple[list[Any], bool]:
+    """The points of a group, as in `Line` (x, y, std, count, interval), and whether some are too large to draw."""
+    points, beyond = [], False
+    for x in sorted({x for run in runs for x in run}):
+        finite = [run[x] for run in runs if math.isfinite(run.get(x, math.nan))]
+        mean, std, count = mean_and_std(finite)
+        beyond |= abs(mean) >= BEYOND
+        if count and abs(mean) < BEYOND:
+            points.append((x, mean, std, count, of_mean(finite) or of_one_run.get(x)))
+    return points, beyond
+
+
+def _is_wide(lines: Sequence[Line], y_label: str) -> bool:
+    """Whether the axis is logarithmic: not for fractions, because it would exaggerate those near zero."""
     shown = [y for line in lines for y in line.y]
-    # A logarithmic axis would exaggerate fractions near zero.
-    wide = "fraction" not in y_label and bool(shown) and min(shown) > 0 and max(shown) > _WIDE * min(shown)
-    note = "" if not lines else " ".join(notes)
-    return Chart(name, title, x_label, y_label, tuple(lines), wide, note, "" if lines else missing)
+    return "fraction" not in y_label and min(shown) > 0 and max(shown) > _WIDE * min(shown)
 
 
 def _equal(lines: Sequence[Line]) -> list[list[Line]]:

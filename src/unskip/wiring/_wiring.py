@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip._table import table
-from unskip._words import count
+from unskip._words import count, some
 from unskip.anatomy import PATCH, WIRING, Site, Survey, rewired_state, unwrapped
 from unskip.errors import BadInput
 from unskip.wiring import _caution, _dropped, _fastpath
@@ -239,8 +239,8 @@ class Wiring:
         learned = self.parameters
         if learned:
             total = sum(p.numel() for p in learned.values())
-            shown = ", ".join(list(learned)[:3]) + (", ..." if len(learned) > 3 else "")
-            lines.append(f"{count(len(learned), 'learned parameter')} added ({count(total, 'number')}): {shown}")
+            added = f"{count(len(learned), 'learned parameter')} added ({count(total, 'number')})"
+            lines.append(f"{added}: {some([*learned])}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
