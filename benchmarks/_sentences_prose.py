@@ -153,9 +153,16 @@ def _skipless() -> Sentences:
     ]
     yield more, f"at most {100 * max(lost):.1f} points are lost at 8 bits"
     names = ("no skips", f"{FROZEN}, weight decay 0.3", "residual", "residual, weight decay 0.3", "MLPs cut")
-    coarse = [_mean("skipless-long", f"final | {name}", "quantised", "accuracy_4_tensor_clipped") for name in names]
-    cut, kept = coarse[:2], coarse[2:]
+    clipped, whole = (
+        [_mean("skipless-long", f"final | {name}", "quantised", f"accuracy_4_tensor_{way}") for name in names]
+        for way in ("clipped", "minmax")
+    )
+    cut, kept = clipped[:2], clipped[2:]
     yield more, f"skips keep {cut[0]:.1f} and {cut[1]:.1f}%, the others {min(kept):.1f} to {max(kept):.1f}%."
+    yield (
+        more,
+        f"residual model at weight decay 0.3 keeps {whole[3]:.1f}%, models without skips {whole[0]:.1f} and {whole[1]:.1f}%",
+    )
 
 
 def _standard_error(shares: list[float], count: int) -> str:

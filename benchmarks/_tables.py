@@ -157,16 +157,20 @@ def skipless_longer() -> str:
 
 @table
 def skipless_quantised() -> str:
-    ways = ("8_tensor_clipped", "6_tensor_clipped", "4_tensor_clipped", "4_channel_minmax")
+    ways = ("8_tensor_clipped", "6_tensor_clipped", "4_tensor_clipped", "4_tensor_minmax", "4_channel_minmax")
     rows = []
     for label, start in LONG.items():
         done = runs("skipless-long", start)
         cells = [
             spread(row["quantised"][key] for row in done) for key in ("accuracy", *(f"accuracy_{w}" for w in ways))
         ]
-        kurtosis = [statistics.median(row["watch"]["kurtosis"][-1]) for row in done]
-        rows.append([label, *cells, spread(kurtosis, 1, 1), str(len(done))])
-    return lines(" | float | 8 bits | 6 bits | 4 bits | 4 bits, per channel | excess kurtosis | seeds", rows)
+        noise = spread([row["quantised"]["sqnr_8_tensor_clipped"] for row in done], 1, 1)
+        kurtosis = [
+            f"{statistics.mean(row['watch']['kurtosis'][-1][block] for row in done):.1f}" for block in (0, 5, 11)
+        ]
+        rows.append([label, *cells, noise, " / ".join(kurtosis), str(len(done))])
+    head = " | float | 8 bits | 6 bits | 4 bits | 4 bits, min-max | 4 bits, per channel | SQNR at 8 bits, dB"
+    return lines(f"{head} | kurtosis, block 1 / 6 / 12 | seeds", rows)
 
 
 # --- Representations --------------------------------------------------------------------------------------------------
