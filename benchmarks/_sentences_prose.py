@@ -159,10 +159,8 @@ def _skipless() -> Sentences:
     )
     cut, kept = clipped[:2], clipped[2:]
     yield more, f"skips keep {cut[0]:.1f} and {cut[1]:.1f}%, the others {min(kept):.1f} to {max(kept):.1f}%."
-    yield (
-        more,
-        f"residual model at weight decay 0.3 keeps {whole[3]:.1f}%, models without skips {whole[0]:.1f} and {whole[1]:.1f}%",
-    )
+    yield more, f"residual model at weight decay 0.3 keeps {whole[3]:.1f}%"
+    yield more, f"models without skips {whole[0]:.1f} and {whole[1]:.1f}%"
 
 
 def _standard_error(shares: list[float], count: int) -> str:
