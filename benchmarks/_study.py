@@ -48,6 +48,11 @@ def arguments(about: str | None, out: str) -> argparse.ArgumentParser:
     return parser
 
 
+def results(data: str | None) -> Path:
+    """The folder of the JSON: docs/results, or build for the smoke test on digits."""
+    return ROOT / ("build" if data is None else "docs/results")
+
+
 def opened(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The record in a JSON file, or a new one. Refuses a file whose runs had other settings."""
     data: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"runs": {}}

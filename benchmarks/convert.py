@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _study import ROOT, Job, about, arguments, attempt, folder_of, opened, search, serve, study
+from _study import Job, about, arguments, attempt, folder_of, opened, results, search, serve, study
 
 Config = dict[str, Any]
 SITES = {"MLPs": "mlp", "attention": "attention", "all": None}
@@ -284,8 +284,7 @@ def main() -> None:
         serve(work)
         return
     preset = "digits" if options.data is None else "cifar"
-    results = ROOT / "docs" / "results" if options.data else ROOT / "build"
-    options.out = options.out or results / f"convert-{preset}.json"
+    options.out = options.out or results(options.data) / f"convert-{preset}.json"
     runs = options.runs.absolute()
     settings = {"preset": preset, "epochs": [*EPOCHS], **SHARED}
     data = opened(options.out, settings)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from _skipless_run import BASE, EMA, Config, tell, value, work
-from _study import ROOT, Job, about, arguments, opened, search, serve, study
+from _study import Job, about, arguments, opened, results, search, serve, study
 
 WIRINGS = {"residual": "keep", "decay to 1e-2": "decay:product=0.01", "decay to 1e-3": "decay:product=0.001"}
 RATES = {"soap": 3e-3, "adamw": 1e-3}  # the middle of each grid, whose factor is 2
@@ -79,7 +79,7 @@ def table(done: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__, "decay-classifier.json, or -digits")
+    parser = arguments(__doc__, "decay-classifier.json; of digits in build")
     options = parser.parse_args()
     if options.work:
         serve(work)
@@ -89,7 +89,7 @@ def main() -> None:
     if options.data is not None:
         fields["data"] = options.data
     shrink: Config = {"steps": 6} if options.data is None else {}
-    options.out = options.out or ROOT / "docs" / "results" / f"decay-classifier{'' if options.data else '-digits'}.json"
+    options.out = options.out or results(options.data) / "decay-classifier.json"
     settings = {"preset": preset, **shrink}
     data = opened(options.out, settings)
     done = data["runs"]

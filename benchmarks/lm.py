@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from _lm_run import Config, tell, value, work
-from _study import ROOT, Job, about, arguments, opened, search, serve, study
+from _study import ROOT, Job, about, arguments, drawing, opened, results, search, serve, study
 
 WIRINGS: dict[str, Config] = {
     "residual": {"shortcut": "keep"},
@@ -101,14 +101,19 @@ def waiting(done: dict[str, Any], small: bool) -> Iterator[Job]:
             yield f"final | {wiring} | {optimizer} | seed {seed}", {**chosen, **FINAL, "seed": seed}
 
 
+def finals(done: dict[str, Any], wiring: str, optimizer: str) -> list[dict[str, Any]]:
+    """The finished final runs of a wiring, one per seed."""
+    rows = [row for name, row in done.items() if name.startswith(f"final | {wiring} | {optimizer} |")]
+    return [row for row in rows if "test_bits_per_byte" in row]
+
+
 def table(done: dict[str, Any]) -> str:
     """Test bits per byte by wiring, mean and standard deviation over seeds, with what was chosen."""
     head = ["optimizer", "wiring", "init", "lr", "weight decay", "bits per byte", "seeds", "8 bits", "4 bits"]
     head += ["worst block left out"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for optimizer, wiring in itertools.product(RATES, WIRINGS):
-        rows = [row for name, row in done.items() if name.startswith(f"final | {wiring} | {optimizer} |")]
-        rows = [row for row in rows if "test_bits_per_byte" in row]
+        rows = finals(done, wiring, optimizer)
         if not rows:
             continue
         bits = [row["test_bits_per_byte"] for row in rows]
@@ -131,8 +136,34 @@ def table(done: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def figure(done: dict[str, Any], file: Path) -> None:
+    """Draws test bits per byte, and those of SOAP with one block left out and when read out after each block."""
+    pyplot = drawing("lm")
+    image, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    for colour, optimizer in enumerate(RATES):
+        rows = {name: finals(done, name, optimizer) for name in WIRINGS}
+        points = [(place, row["test_bits_per_byte"]) for place, name in enumerate(WIRINGS) for row in rows[name]]
+        if points:
+            left.plot(*zip(*points, strict=True), f"C{colour}o", ms=5, alpha=0.8, label=optimizer)
+    for colour, name in enumerate(name for name in WIRINGS if name not in ("decay to 1e-2", "decay to 1e-3")):
+        for index, row in enumerate(finals(done, name, "soap")):
+            label = name if index == 0 else None
+            blocks = range(1, len(row["without_block"]) + 1)
+            style: dict[str, Any] = {"color": f"C{colour}", "marker": "o", "ms": 3, "alpha": 0.8, "label": label}
+            middle.plot(blocks, [bits - row["whole"] for bits in row["without_block"]], **style)
+            right.plot(blocks, row["logit_lens"], **style)
+    left.set_xticks(range(len(WIRINGS)), [name.replace(" ", "\n") for name in WIRINGS], fontsize=7)
+    left.set(ylabel="test bits per byte", title="one point per seed")
+    middle.set(xlabel="block that is left out", ylabel="more bits per byte", yscale="log", title="SOAP")
+    right.set(xlabel="read out after block", ylabel="bits per byte", yscale="log", title="SOAP, logit lens")
+    left.legend(fontsize=8)
+    right.legend(fontsize=8)
+    image.savefig(file, metadata={"Date": None})
+    pyplot.close(image)
+
+
 def main() -> None:
-    parser = arguments(__doc__, "lm-stdlib.json, lm-NAME.json, or lm-tiny.json")
+    parser = arguments(__doc__, "lm-stdlib.json, lm-NAME.json; of a smoke test in build")
     parser.add_argument("--small", action="store_true", help="a model for the CPU")
     parser.add_argument("--graph", action="store_true", help="CUDA graphs instead of torch.compile")
     options = parser.parse_args()
@@ -143,7 +174,7 @@ def main() -> None:
     source = options.data or "stdlib"
     name = "tiny" if tiny else Path(source).name.partition("{")[0].strip("-_.") or "text"
     name += "-cpu" if options.small else ""
-    options.out = options.out or ROOT / "docs" / "results" / f"lm-{name}.json"
+    options.out = options.out or results(None if tiny else source) / f"lm-{name}.json"
     own = TINY if tiny else SMALL if options.small else {}
     settings: Config = {"text": name, **(own or {"preset": "stdlib-small"})}
     fields: Config = {"data": source, "device": options.device}
@@ -167,6 +198,8 @@ def main() -> None:
 
         study(__file__, data, jobs, task, options, tell)
     print(table(done))
+    if not tiny and any(finals(done, wiring, "soap") for wiring in WIRINGS):
+        figure(done, ROOT / "docs" / "img" / f"lm-{name}.svg")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from _mae_results import ALPHAS, RATES, answers, best_rate, chosen, correlations, figures, last, table
-from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
+from _study import ROOT, Job, about, arguments, folder_of, opened, results, serve, study
 
 SEEDS = (0, 1, 2)
 PROTOCOLS = ("knn-dino-v1", "rank-v1", "probe-lbfgs-v1", "probe-mae-v1", "probe-decayed-v1")
@@ -215,8 +215,7 @@ def main() -> None:
         fields |= {"health": False}  # feature norms and ranks are recorded anyway
         epochs, finetune = tuple(options.epochs), options.finetune
     word = fields["preset"]
-    results = ROOT / "docs" / "results" if options.data else ROOT / "build"
-    options.out = options.out or results / f"mae-{word}.json"
+    options.out = options.out or results(options.data) / f"mae-{word}.json"
     settings = {**fields, "epochs": [*epochs], "finetune": finetune}
     if options.show:
         data = json.loads(options.out.read_text())

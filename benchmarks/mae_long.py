@@ -18,7 +18,7 @@ import math
 from typing import Any
 
 from _mae_results import last, table
-from _study import ROOT, Job, about, arguments, folder_of, opened, serve, study
+from _study import Job, about, arguments, folder_of, opened, results, serve, study
 from mae import LOOKS, PLAIN, PROTOCOLS, TUNED, tell, work
 
 SKIPS = {"shortcut": "keep"}
@@ -98,8 +98,7 @@ def main() -> None:
         parser.error("--set and --data go together")
     word = options.set or "digits"
     plan = SETS[word]
-    results = ROOT / "docs" / "results" if options.data else ROOT / "build"
-    options.out = options.out or results / f"mae-{word}-long.json"
+    options.out = options.out or results(options.data) / f"mae-{word}-long.json"
     data = opened(options.out, {"set": word})
     if not options.show:
         import unskip

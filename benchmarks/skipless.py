@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from _study import ROOT, Job, about, arguments, opened, serve, study, write
+from _study import Job, about, arguments, opened, results, serve, study, write
 
 WIRINGS: dict[str, dict[str, str]] = {
     "residual": {},
@@ -261,7 +261,7 @@ def table(done: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__, "skipless-cifar.json, or -digits")
+    parser = arguments(__doc__, "skipless-cifar.json; of digits in build")
     parser.add_argument("--pace", action="store_true", help="only time the optimizers; nothing else should run")
     parser.add_argument(
         "--epochs", type=float, nargs=2, default=(5, 20), help="epochs of the sweep, and of the final runs"
@@ -275,7 +275,7 @@ def main() -> None:
     if options.data is not None:
         fields = {"preset": "cifar", "data": options.data, "device": options.device, "log_every": 50}
         epochs = tuple(options.epochs)
-    options.out = options.out or ROOT / "docs" / "results" / f"skipless-{fields['preset']}.json"
+    options.out = options.out or results(options.data) / f"skipless-{fields['preset']}.json"
     data = opened(options.out, {"preset": fields["preset"], "epochs": [*epochs]})
     done = data["runs"]
     if not options.show:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from _skipless_run import BASE, EMA, Config, tell, value, work
-from _study import ROOT, Job, about, arguments, drawing, opened, serve, study, write
+from _study import ROOT, Job, about, arguments, drawing, opened, results, serve, study, write
 from _tables import LONG as LONG_ROWS
 from _tables import runs
 
@@ -304,7 +304,7 @@ def long_figure(file: Path) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, "skipless-gap.json, or -gap-digits")
+    parser = arguments(__doc__, "skipless-gap.json; of digits in build")
     parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
     parser.add_argument("--steps", type=int, help="steps of every run, for a smoke test")
     options = parser.parse_args()
@@ -316,7 +316,7 @@ def main() -> None:
     if options.data is not None:
         fields["data"] = options.data
     shrink: Config = {"steps": options.steps or 6} if options.steps or options.data is None else {}
-    options.out = options.out or ROOT / "docs" / "results" / f"skipless-gap{'' if options.data else '-digits'}.json"
+    options.out = options.out or results(options.data) / "skipless-gap.json"
     settings = {"preset": preset, "epochs": BASE["epochs"], **shrink}
     data = opened(options.out, settings)
     done = data["runs"]

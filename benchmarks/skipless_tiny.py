@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import Any
 
 from _skipless_run import BASE, EMA, Config, tell, value, work
-from _study import ROOT, Job, about, arguments, opened, serve, study
+from _study import Job, about, arguments, opened, results, serve, study
 
 WIDE: Config = {"heads": 12, "head_dim": 64, "decays": "all", "lr": 3e-3, "weight_decay": 0.3}
 CARRY: Config = {"target": 0.97, "even": 6, "carry": 0.3, "fixed": True, "c": 1.0}
@@ -80,7 +80,7 @@ def table(done: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__, "skipless-tiny.json, or -digits")
+    parser = arguments(__doc__, "skipless-tiny.json; of digits in build")
     parser.add_argument("--pets", help="images with masks, for the segmentation probe")
     parser.add_argument("--steps", type=int, help="steps of every run, for a smoke test")
     parser.add_argument("--epochs", type=int, default=100)
@@ -92,7 +92,7 @@ def main() -> None:
     fields: Config = {"preset": preset, "device": options.device}
     fields |= {"data": options.data, "pets": options.pets} if options.data else {}
     shrink: Config = {"steps": options.steps or 6} if options.steps or options.data is None else {}
-    options.out = options.out or ROOT / "docs" / "results" / f"skipless-tiny{'' if options.data else '-digits'}.json"
+    options.out = options.out or results(options.data) / "skipless-tiny.json"
     settings = {"preset": preset, **shrink}
     data = opened(options.out, settings)
     done = data["runs"]
