@@ -31,7 +31,7 @@ Row = dict[str, Any]
 def arguments(about: str | None, out: str) -> argparse.ArgumentParser:
     """The command-line options that all studies share."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="the data set; without it a smoke test with tiny models on digits")
+    parser.add_argument("--data", help="the data set; without it a smoke test with tiny models")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="runs in parallel")
     parser.add_argument("--limit", type=float, default=float("inf"), help="time limit in seconds")

@@ -1,7 +1,7 @@
 """Do language models need their skips? Seven wirings under three optimizers, each at its own rate and weight decay.
 
-python benchmarks/lm.py --data "DATA/english-{split}.parquet" --device cuda --workers 6 --limit 1400
-python benchmarks/lm.py --data stdlib --device cuda --workers 6 --limit 1400
+python benchmarks/lm.py --data "DATA/english-{split}.parquet" --device cuda --graph --workers 6 --limit 1400
+python benchmarks/lm.py --data stdlib --device cuda --graph --workers 6 --limit 1400
 python benchmarks/lm.py --small --workers 2                       # stdlib on two CPU cores, hours
 python benchmarks/lm.py                                          # stdlib on the CPU, a tiny model, three steps a run
 
@@ -14,10 +14,10 @@ search   600 steps of 16,384 bytes, held-out bits per byte
 final    3000 steps, two seeds: test bits per byte, loss against steps and seconds; without each block, read out after
          each block (logit lens), ranks by block, and rounded to 8 and 4 bits
 
-Estimated, not measured, on one H200 (bf16, compiled): 7 to 14 ms a step, by the 2.4 million tokens a second of a ViT of
-half the size in docs/results/skipless-cifar.json. That is 5 to 9 s for the steps of a search and 20 to 45 s for those
-of a final run, about 40 s to build and compile either, and 20 s for what is evaluated after a final one. A text has 102
-to 144 searches and 42 final runs: 30 to 60 minutes with six workers. `--limit` stops in time, begins nothing that would
+Estimated, not measured, on one H200 in bf16, from docs/results/roofline-gpu.json: at twice the batch a step has 9 ms of
+kernels and 9 ms of gaps between them, which --graph removes. A text has 102 to 144 searches and 42 final runs, so about
+15 minutes of kernels, and as much again for building models and evaluating them, which workers do side by side: half an
+hour with six workers. SOAP and Muon add to it. `--limit` stops in time, begins nothing that would
 not end by then, and the same command goes on; a run that was stopped begins anew.
 
 `--small` trains a GPT-2 of 0.7 million parameters on sequences of 128, 2,048 bytes a step, 400 steps in a search and
