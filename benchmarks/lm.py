@@ -17,8 +17,8 @@ final    3000 steps, two seeds: test bits per byte, loss against steps and secon
 Estimated, not measured, on one H200 in bf16, from docs/results/roofline-gpu.json: at twice the batch a step has 9 ms of
 kernels and 9 ms of gaps between them, which --graph removes. A text has 102 to 144 searches and 42 final runs, so about
 15 minutes of kernels, and as much again for building models and evaluating them, which workers do side by side: half an
-hour with six workers. SOAP and Muon add to it. `--limit` stops in time, begins nothing that would
-not end by then, and the same command goes on; a run that was stopped begins anew.
+hour with six workers. SOAP and Muon add to it. `--limit` stops in time, begins nothing that would not end by then, and
+the same command goes on; a run that was stopped begins anew.
 
 `--small` trains a GPT-2 of 0.7 million parameters on sequences of 128, 2,048 bytes a step, 400 steps in a search and
 1,200 in a final run. It does not search weight decay (0.1).

@@ -75,7 +75,8 @@ def table(done: dict[str, Any]) -> str:
         iou = row.get("mean_iou") or [float("nan")]
         cells = [f"{100 * row.get(key, float('nan')):.1f}" for key in ("test_accuracy", "top5")]
         cells += [str(row.get("train_loss", "failed")), f"{100 * iou[-1]:.1f}", f"{100 * max(iou):.1f}"]
-        lines.append(f"| {name.replace(' | ', ', seed ')} | {' | '.join(cells)} |")
+        setting, _, seed = name.removeprefix("final | ").rpartition(" | ")
+        lines.append(f"| {setting}, seed {seed} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
