@@ -40,6 +40,13 @@ def hf_clip() -> tuple[nn.Module, str, str, int]:
     return model, "embeddings.position_embedding.weight", "embeddings.patch_embedding", 1
 
 
+def hf_mae() -> tuple[nn.Module, str, str, int]:
+    hf = pytest.importorskip("transformers")
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 16, "patch_size": 4}
+    model = hf.ViTMAEModel(hf.ViTMAEConfig(**shape, intermediate_size=96))
+    return model, "embeddings.position_embeddings", "embeddings.patch_embeddings", 1
+
+
 MODELS = {
     "timm": timm_vit,
     "timm, no class token": lambda: timm_vit(class_token=False, global_pool="avg"),
@@ -47,6 +54,7 @@ MODELS = {
     "torchvision": torchvision_vit,
     "transformers": hf_vit,
     "transformers, nn.Embedding": hf_clip,
+    "transformers, class token added after the positions": hf_mae,
 }
 
 

@@ -44,8 +44,8 @@ def position_code_(
     whole = example_for(model, example)
     parameter, added = _embeddings(model, trace_model(model, whole))
     count, dim = parameter.shape[-2:]
-    prefix, rows, columns = _grid(model, added, whole, count)
-    length = scale * float(added[..., prefix:, :].float().norm(dim=-1).mean())
+    leading, prefix, rows, columns = _grid(model, added, whole, count)
+    length = scale * float(added[..., leading:, :].float().norm(dim=-1).mean())
     if not 0 < length < math.inf:
         raise InitError(
             f"{type(model).__name__}: its patch tokens have norm {length:g} on the example, so a position code has no "
@@ -94,11 +94,16 @@ def _embeddings(model: nn.Module, trace: ModelTrace) -> tuple[nn.Parameter, Tens
     )
 
 
-def _grid(model: nn.Module, tokens: Tensor, example: Example, count: int) -> tuple[int, int, int]:
-    """(prefix, rows, columns): class and register tokens, and the patch grid, for `count` embeddings."""
+def _grid(model: nn.Module, tokens: Tensor, example: Example, count: int) -> tuple[int, int, int, int]:
+    """(leading, prefix, rows, columns): the class and register tokens among the tokens and among the `count`
+    embeddings, and the patch grid of these.
+    """
     images = [value for value in example.values if isinstance(value, Tensor) and value.ndim == 4]
     grid = patch_grid(model, tokens, -1, (images[0].shape[-2], images[0].shape[-1])) if images else None
-    prefix, rows, columns = grid or (0, 0, 0)
-    if prefix + rows * columns != count:  # a square grid, which the model resizes to its images
-        rows = columns = math.isqrt(count - prefix)
-    return prefix, rows, columns
+    leading, rows, columns = grid or (0, 0, 0)
+    prefixes = [leading, 1] if images else [leading]  # a class token with a row may join the patches later (ViTMAE)
+    grids = [(prefix, rows, columns) for prefix in prefixes]
+    squares = [(prefix, math.isqrt(max(count - prefix, 0))) for prefix in prefixes]
+    grids += [(prefix, side, side) for prefix, side in squares]  # which the model resizes to its images
+    found = [grid for grid in grids if grid[0] + grid[1] * grid[2] == count]
+    return (leading, *(found[0] if found else (leading, 0, 0)))
