@@ -28,7 +28,7 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from unskip._checks import number, whole
+from unskip._checks import whole
 from unskip._warn import warn
 from unskip.anatomy import (
     AttentionParts,
@@ -114,10 +114,9 @@ def skipless_(
     qk_noise = renamed("qk_noise", qk_noise, 2.0, "alpha", alpha)
     qk_identity = renamed("qk_identity", qk_identity, 0.6, "beta", beta)
     vo_gain = renamed("vo_gain", vo_gain, 3.0, "c", c)
-    numbers = {"qk_noise": qk_noise, "qk_identity": qk_identity, "vo_gain": vo_gain, "mlp_gain": mlp_gain, "mix": mix}
-    for name, value in numbers.items():
-        refuse_number(name, value)
-    number("skipless_", "mlp_bias", abs(mlp_bias))
+    numbers = {"qk_noise": qk_noise, "qk_identity": qk_identity, "vo_gain": vo_gain, "mlp_gain": mlp_gain}
+    for name, value in {**numbers, "mlp_bias": mlp_bias, "mix": mix}.items():
+        refuse_number("skipless_", name, value)
     draw = Draw(generator)
     refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention, mix)
     check_selector(where)
@@ -132,7 +131,7 @@ def skipless_(
     if carry is not None:
         refuse_to_carry(chosen, whole("skipless_", "carry", carry, low=1))
     if self_attention is not None:
-        self_attention = targets(chosen, self_attention)
+        self_attention = targets("skipless_", "self_attention", chosen, self_attention)
     with torch.no_grad(), transaction(model), _drop_path_off(model, chosen) as drop_path:
         if position_code is not None:
             position_code_(model, example, kind=position_code, generator=generator)
