@@ -42,7 +42,7 @@ from unskip.anatomy import (
 )
 from unskip.errors import InitError
 from unskip.init._calibrate import Solved, solve_, targets
-from unskip.init._check import Check, chosen_parts, refuse, same, transaction
+from unskip.init._check import Check, Row, chosen_parts, refuse, same, transaction
 from unskip.init._draw import Draw
 from unskip.init._pairs import pair_, refuse_to_pair
 from unskip.init._position import PositionCode, position_code_
@@ -279,8 +279,7 @@ def _missed(missed: list[Solved]) -> list[str]:
 
 def _uniform(check: Check) -> list[str]:
     """A note where attention on the example is near-uniform, which rank collapse causes."""
-    rows = [row for row in check.rows if row.values.get("on example") is not None]
-    uniform = [row.site for row in rows if (row.values["on example"] or 0) < 1.5 * (row.values["uniform"] or 0)]
+    uniform = [row.site for row in check.rows if _is_uniform(row)]
     if not uniform:
         return []
     return [
@@ -288,6 +287,12 @@ def _uniform(check: Check) -> list[str]:
         "model starts ill-conditioned from that depth on. A position code, PRESETS['shaped'] or the skips of attention "
         "keep them apart."
     ]
+
+
+def _is_uniform(row: Row) -> bool:
+    """Whether self-attention is less than 1.5 times that of uniform attention or, with few keys, than halfway to 1."""
+    own, uniform = row.values.get("on example"), row.values.get("uniform")
+    return own is not None and uniform is not None and own < min(1.5 * uniform, (1 + uniform) / 2)
 
 
 @contextmanager
