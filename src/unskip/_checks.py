@@ -23,15 +23,20 @@ def number(
     high: float = sys.float_info.max,
     below: float | None = None,
     zero: bool = True,
+    negative: bool = False,
 ) -> float:
-    """Checks for a number of at least 0 (above 0 with zero=False), at most `high`, and less than `below`."""
+    """Checks for a number of at least 0 (above 0 with zero=False), at most `high`, and less than `below`. With
+    `negative`, for a finite number.
+    """
     try:
         result = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
         result = math.inf
+    if negative and math.isfinite(result):
+        return result + 0.0
     if not 0 <= result <= high or (result == 0 and not zero) or (below is not None and result >= below):
         least = "[0" if zero else "(0"
-        allowed = f"a finite number, {'0 or more' if zero else 'above 0'}"
+        allowed = "a finite number" if negative else f"a finite number, {'0 or more' if zero else 'above 0'}"
         if below is not None:
             allowed = f"a number in {least}, {below:g})"
         elif high != sys.float_info.max:

@@ -40,6 +40,16 @@ def test_fields_of_attention_parts(name: str) -> None:
     assert part.extras == extras
 
 
+@pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama", "hf_bloom", "hf_gpt_neox"])
+def test_an_empty_cache_is_no_position_of_keys(name: str) -> None:
+    model = FAMILIES[name].build()
+    model.config.use_cache = True
+    example = FAMILIES[name].inputs(1)
+    assert model(**example).past_key_values is not None
+    part = next(unskip.parts(model, example).attentions())
+    assert part.extras == ATTENTIONS[name][-1]
+
+
 # Of the first MLP: its activation, the norm (kind, place, eps), the norm at the branch's end, LayerScale, extras.
 MLPS = {
     "timm_vit": ("gelu", ("layernorm", "pre", 1e-6), None, False, ()),

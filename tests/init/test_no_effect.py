@@ -28,7 +28,7 @@ def images() -> torch.Tensor:
     ("options", "told"),
     [
         ({"mix": 0.1}, "mix=0.1 applies to .* carry or pairs"),
-        ({"self_attention": "0.5"}, "target must be a number"),
+        ({"self_attention": "0.5"}, "self_attention must be a number"),
         ({"where": "mlp", "self_attention": 0.5}, "no attention is among the chosen sites"),
     ],
 )

@@ -40,6 +40,13 @@ def hf_clip() -> tuple[nn.Module, str, str, int]:
     return model, "embeddings.position_embedding.weight", "embeddings.patch_embedding", 1
 
 
+def hf_mae() -> tuple[nn.Module, str, str, int]:
+    hf = pytest.importorskip("transformers")
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 16, "patch_size": 4}
+    model = hf.ViTMAEModel(hf.ViTMAEConfig(**shape, intermediate_size=96))
+    return model, "embeddings.position_embeddings", "embeddings.patch_embeddings", 1
+
+
 MODELS = {
     "timm": timm_vit,
     "timm, no class token": lambda: timm_vit(class_token=False, global_pool="avg"),
@@ -47,6 +54,20 @@ MODELS = {
     "torchvision": torchvision_vit,
     "transformers": hf_vit,
     "transformers, nn.Embedding": hf_clip,
+    "transformers, class token added after the positions": hf_mae,
+}
+
+
+def hf_text(name: str, **more: Any) -> nn.Module:
+    hf = pytest.importorskip("transformers")
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 40}
+    return getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(**shape, max_position_embeddings=24, **more)).eval()
+
+
+TEXTS = {
+    "Bert": "embeddings.position_embeddings.weight",
+    "Roberta": "embeddings.position_embeddings.weight",
+    "OPT": "decoder.embed_positions.weight",
 }
 
 
@@ -102,6 +123,27 @@ def test_a_model_without_position_embeddings_is_refused() -> None:
         position_code_(model, images())
     with pytest.raises(BadInput, match="kind"):
         position_code_(model, images(), kind="learned")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", ["random", "counting", "padded"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_positions_of_text_models_are_told_from_words_and_token_types(name: str, words: str) -> None:
+    widths = {"word_embed_proj_dim": 48, "ffn_dim": 64} if name == "OPT" else {"intermediate_size": 64}
+    model = hf_text(name, **widths)
+    ids = torch.randint(3, 40, (2, 8), generator=seeded())
+    ids = torch.arange(3, 11).expand(2, 8).clone() if words == "counting" else ids
+    ids[0, 6:] = 1 if words == "padded" else ids[0, 6:]  # the token of padding in RoBERTa and OPT
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    position_code_(model, {"input_ids": ids, "attention_mask": (ids != 1).long()}, generator=seeded())
+    assert [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])] == [TEXTS[name]]
+
+
+def test_several_position_embeddings_are_refused_by_name() -> None:
+    model, *_ = timm_vit()
+    model.more = nn.Parameter(torch.randn(17, 48))
+    model.norm_pre.register_forward_pre_hook(lambda module, args: (args[0] + model.more,))
+    with pytest.raises(InitError, match="pos_embed and more are all added"):
+        position_code_(model, images())
 
 
 @pytest.mark.parametrize("words", ["default", "zero", "skipless"])

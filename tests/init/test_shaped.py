@@ -171,7 +171,7 @@ def test_all_options_can_be_given_as_text() -> None:
         ({"parts": ("mlp",), "carry": 3}, "carry applies to value-output"),
         ({"parts": ("mlp",), "self_attention": 0.5}, "self_attention applies to query-key"),
         ({"parts": ("query-key",), "mlp_bias": 1.0}, "mlp_bias applies to mlp"),
-        ({"self_attention": 1.0}, "target"),
+        ({"self_attention": 1.0}, "skipless_: self_attention"),
         ({"self_attention": (0.5, 0.5, 0.5)}, "3 targets for 2"),
         ({"mlp_gain": 0.0}, "mlp_gain"),
     ],

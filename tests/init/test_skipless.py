@@ -219,3 +219,13 @@ def test_rank_of_a_cut_model_with_and_without_the_initialisation() -> None:
     assert after.network is not None
     assert before.network.quantiles[0.5] < 1e-9 * before.network.sigma_max
     assert after.network.quantiles[0.5] > 1e-4 * after.network.sigma_max
+
+
+def test_attention_of_one_token_is_not_near_uniform() -> None:
+    """A Swin has one token in its last stage for small images, and equal tokens in all for images of one colour."""
+    timm = pytest.importorskip("timm")
+    shape = {"img_size": 32, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (2, 2, 2, 2), "num_classes": 3}
+    model = timm.create_model("swin_tiny_patch4_window7_224", **shape)
+    for stage, noted in ((2, True), (3, False)):
+        check = quietly(model, torch.ones(2, 3, 32, 32), where=lambda site, n=stage: f"layers.{n}" in site.path)
+        assert any("near-uniform" in note for note in check.notes) == noted

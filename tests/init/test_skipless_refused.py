@@ -2,9 +2,11 @@
 
 import copy
 import math
+import re
 from typing import Any
 
 import pytest
+import timm
 import torch
 from tests.init.started import changed, quietly, seeded, weights
 from tests.zoo.families import FAMILIES
@@ -62,6 +64,29 @@ def test_every_family_is_initialised_or_refused_with_a_reason(name: str) -> None
         assert not changed(before, model)
     else:
         assert changed(before, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"mlp_bias": "1"}, "mlp_bias must be a finite number, got '1'"),
+        ({"mlp_bias": math.nan}, "mlp_bias must be a finite number, got nan"),
+        ({"self_attention": 1.5}, "self_attention must be a number in (0, 1), got 1.5"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_function_and_its_range(options: dict[str, Any], reason: str) -> None:
+    family = FAMILIES["timm_vit"]
+    for function in (skipless_, verify_skipless):
+        with pytest.raises(BadInput, match=re.escape(f"{function.__name__}: {reason}")):
+            function(family.build(), family.inputs(2), **options)
+
+
+@pytest.mark.parametrize(("width", "use"), [(8, "use 2."), (4, "use wider heads."), (16, "use 1 to 2.")])
+def test_the_number_of_carrying_heads_to_use_is_named(width: int, use: str) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=8, patch_size=4, depth=1, embed_dim=16, num_heads=2)
+    model.blocks[0].attn = timm.layers.Attention(16, 2, attn_head_dim=width)
+    with pytest.raises(InitError, match=re.escape(f"for a width of 16; {use}")):
+        skipless_(model, torch.randn(2, 3, 8, 8), carry=3)
 
 
 def test_a_computed_bias_is_refused() -> None:

@@ -23,6 +23,7 @@ from unskip.anatomy._parts import (
     Parts,
 )
 from unskip.anatomy._parts_trace import PartsTrace, parts, trace_parts
+from unskip.anatomy._positions import find_positions
 from unskip.anatomy._replay import ReplayError, replay
 from unskip.anatomy._rewired import PATCH, WIRING, rewired_state
 from unskip.anatomy._sample import Function, Sample, tokens
@@ -71,6 +72,7 @@ __all__ = [
     "example_for",
     "features",
     "find_blocks",
+    "find_positions",
     "is_addition",
     "is_declared",
     "keep_outputs",

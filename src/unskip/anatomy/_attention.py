@@ -226,13 +226,18 @@ def _extras(graph: Graph, source: int, target: int, where: str) -> list[str]:
     for node in between(graph.nodes, source, target):
         if in_norm(node) or node.op in ("linalg_vector_norm", "norm"):
             extras.append(f"{where} norm")
-        elif node.op in _ops.ADD or (node.op == "cat" and where != "value"):  # a cache is prepended to values
+        elif node.op in _ops.ADD or (node.op == "cat" and where != "value" and _joins(graph, node)):
             extras.append(f"{where} positions" if where == "query-key" else f"{where} sum")
         elif node.op == "mul" and len(node.parents) == 2 and not any(graph.nodes[p].fixed for p in node.parents):
             extras.append(f"{where} gate")
         elif node.op in _ops.ACTIVATION - {"clamp_min"}:  # clamp_min guards a division
             extras.append(f"{where} {node.op}")
     return extras
+
+
+def _joins(graph: Graph, node: Node) -> bool:
+    """Whether a concatenation has several parts that are not empty, as a cache is before its first tokens."""
+    return sum(0 not in graph.nodes[parent].shape for parent in node.parents) > 1
 
 
 def _score_extras(graph: Graph, scores: Node, softmax: Node) -> list[str]:

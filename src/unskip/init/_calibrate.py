@@ -61,20 +61,21 @@ def calibrate_(
     with torch.no_grad(), transaction(model):
         heads = {part.site.index: part.heads - whole("calibrate_", "even", even, low=0) for part in chosen.attentions()}
         draw = Draw(generator)
-        return [*solve_(model, example_for(model, example), chosen, target, qk_noise, heads, draw)]
+        goals = targets("calibrate_", "target", chosen, target)
+        return [*solve_(model, example_for(model, example), chosen, goals, qk_noise, heads, draw)]
 
 
 def solve_(
     model: nn.Module,
     example: Example,
     chosen: Parts,
-    target: float | Sequence[float],
+    goals: Sequence[float],
     noise: float,
     heads: dict[int, int],
     draw: Draw,
 ) -> Iterator[Solved]:
     """Calibrates the first heads of each chosen attention, in order; `heads` has their number by site index."""
-    for part, goal in zip(chosen.attentions(), targets(chosen, target), strict=True):
+    for part, goal in zip(chosen.attentions(), goals, strict=True):
         count = heads[part.site.index]
         _refuse(part, count)
         tokens = _input(model, part, example)
@@ -93,8 +94,8 @@ def solve_(
         yield Solved(part.site, middle, reached)
 
 
-def targets(chosen: Parts, target: float | Sequence[float]) -> list[float]:
-    """The target of each attention."""
+def targets(who: str, name: str, chosen: Parts, target: float | Sequence[float]) -> list[float]:
+    """The target of each attention; `name` is the argument of the function `who` that has it."""
     count = len([*chosen.attentions()])
     goals = [*target] if isinstance(target, Sequence) and not isinstance(target, str) else [target] * count
     if not count:
@@ -103,7 +104,7 @@ def targets(chosen: Parts, target: float | Sequence[float]) -> list[float]:
         raise BadInput(
             f"self-attention has {len(goals)} targets for {count} attentions; give one number, or one for each"
         )
-    return [number("calibrate_", "target", goal, zero=False, below=1) for goal in goals]
+    return [number(who, name, goal, zero=False, below=1) for goal in goals]
 
 
 def _refuse(part: AttentionParts, heads: int) -> None:

@@ -6,8 +6,7 @@
 Usual position embeddings have standard deviation 0.02, far below that of a token. A model without skips passes on only
 the outputs of its blocks, and attention without positions cannot distinguish equal patches.
 
-The parameter is found in a trace, not by its name: it does not depend on the input and is added to the tokens before
-the first block.
+The parameter is found in a trace (`find_positions`), not by its name.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip._checks import choice, number
-from unskip.anatomy import Example, ModelTrace, example_for, patch_grid, trace_model
+from unskip.anatomy import Example, ModelTrace, example_for, find_positions, patch_grid, trace_model
 from unskip.errors import BadInput, InitError
 from unskip.init._draw import Draw
 
@@ -34,10 +33,10 @@ def position_code_(
     scale: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> float:
-    """Fills the position embeddings of a ViT with a code of `scale` times the norm of its patch tokens on the example.
+    """Fills the position embeddings of a model with a code of `scale` times the norm of its tokens on the example.
 
-    Returns that norm. Class and register tokens have rows of their own with "orthogonal" and zeros with "sincos". With
-    more positions than dimensions the columns are orthogonal instead of the rows.
+    Returns that norm, in a ViT of its patch tokens. Class and register tokens have rows of their own with "orthogonal"
+    and zeros with "sincos". With more positions than dimensions the columns are orthogonal instead of the rows.
     """
     choice("position_code_", "kind", kind, get_args(PositionCode))
     number("position_code_", "scale", scale, zero=False)
@@ -45,8 +44,8 @@ def position_code_(
     whole = example_for(model, example)
     parameter, added = _embeddings(model, trace_model(model, whole))
     count, dim = parameter.shape[-2:]
-    prefix, rows, columns = _grid(model, added, whole, count)
-    length = scale * float(added[..., prefix:, :].float().norm(dim=-1).mean())
+    leading, prefix, rows, columns = _grid(model, added, whole, count)
+    length = scale * float(added[..., leading:, :].float().norm(dim=-1).mean())
     if not 0 < length < math.inf:
         raise InitError(
             f"{type(model).__name__}: its patch tokens have norm {length:g} on the example, so a position code has no "
@@ -77,32 +76,34 @@ def sine_cosine(rows: int, columns: int, dim: int) -> Tensor:
 
 def _embeddings(model: nn.Module, trace: ModelTrace) -> tuple[nn.Parameter, Tensor]:
     """The position embeddings, and the tokens (samples, tokens, dim) to which they are added."""
-    nodes, values = trace.graph.nodes, trace.graph.values
-    by_storage = {parameter.untyped_storage().data_ptr(): parameter for parameter in model.parameters()}
-    first = min((run.root for site, runs in zip(trace.sites, trace.runs, strict=True) for run in runs[:1]), default=0)
-    for node in nodes[: first + 1]:
-        if node.op != "add" or len(node.parents) != 2 or node.index not in nodes[first]:
-            continue
-        for fixed, moving in (node.parents, node.parents[::-1]):
-            shape = nodes[moving].shape
-            if not nodes[fixed].fixed or nodes[moving].fixed or nodes[fixed].shape[-2:] != shape[-2:] or len(shape) < 3:
-                continue
-            leaves = [leaf for leaf in nodes[: fixed + 1] if leaf.op == "weight" and leaf.index in nodes[fixed]]
-            parameters = [by_storage.get(values[leaf.index].untyped_storage().data_ptr()) for leaf in leaves]
-            tables = [p for p in parameters if p is not None and p.ndim > 1 and p.shape[-1] == shape[-1]]
-            if len(tables) == 1 and tables[0].numel() == math.prod(tables[0].shape[-2:]):
-                return tables[0], values[moving]
+    values = trace.graph.values
+    names = {parameter.untyped_storage().data_ptr(): name for name, parameter in model.named_parameters()}
+    weights = {names.get(values[i].untyped_storage().data_ptr()): values[of] for i, of in find_positions(trace).items()}
+    found = {name: tokens for name, tokens in weights.items() if name is not None}
+    if len(found) > 1:
+        raise InitError(
+            f"{type(model).__name__}: {' and '.join(found)} are all added to its tokens before the first block, so it "
+            "is unknown which of them has its position embeddings. Nothing was changed; drop the position code."
+        )
+    for name, tokens in found.items():
+        return model.get_parameter(name), tokens
     raise InitError(
         f"{type(model).__name__}: no position embeddings are added to its tokens before the first block (it may have "
-        "rotary or relative positions, or none). Nothing was changed; drop the position code."
+        "rotary, relative or fixed positions, or none; or the example has one token, or contains the positions). "
+        "Nothing was changed; drop the position code."
     )
 
 
-def _grid(model: nn.Module, tokens: Tensor, example: Example, count: int) -> tuple[int, int, int]:
-    """(prefix, rows, columns): class and register tokens, and the patch grid, for `count` embeddings."""
+def _grid(model: nn.Module, tokens: Tensor, example: Example, count: int) -> tuple[int, int, int, int]:
+    """(leading, prefix, rows, columns): the class and register tokens among the tokens and among the `count`
+    embeddings, and the patch grid of these.
+    """
     images = [value for value in example.values if isinstance(value, Tensor) and value.ndim == 4]
     grid = patch_grid(model, tokens, -1, (images[0].shape[-2], images[0].shape[-1])) if images else None
-    prefix, rows, columns = grid or (0, 0, 0)
-    if prefix + rows * columns != count:  # a square grid, which the model resizes to its images
-        rows = columns = math.isqrt(count - prefix)
-    return prefix, rows, columns
+    leading, rows, columns = grid or (0, 0, 0)
+    prefixes = [leading, 1] if images else [leading]  # a class token with a row may join the patches later (ViTMAE)
+    grids = [(prefix, rows, columns) for prefix in prefixes]
+    squares = [(prefix, math.isqrt(max(count - prefix, 0))) for prefix in prefixes]
+    grids += [(prefix, side, side) for prefix, side in squares]  # which the model resizes to its images
+    found = [grid for grid in grids if grid[0] + grid[1] * grid[2] == count]
+    return (leading, *(found[0] if found else (leading, 0, 0)))

@@ -28,7 +28,7 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from unskip._checks import number, whole
+from unskip._checks import whole
 from unskip._warn import warn
 from unskip.anatomy import (
     AttentionParts,
@@ -42,7 +42,7 @@ from unskip.anatomy import (
 )
 from unskip.errors import InitError
 from unskip.init._calibrate import Solved, solve_, targets
-from unskip.init._check import Check, chosen_parts, refuse, same, transaction
+from unskip.init._check import Check, Row, chosen_parts, refuse, same, transaction
 from unskip.init._draw import Draw
 from unskip.init._pairs import pair_, refuse_to_pair
 from unskip.init._position import PositionCode, position_code_
@@ -114,10 +114,9 @@ def skipless_(
     qk_noise = renamed("qk_noise", qk_noise, 2.0, "alpha", alpha)
     qk_identity = renamed("qk_identity", qk_identity, 0.6, "beta", beta)
     vo_gain = renamed("vo_gain", vo_gain, 3.0, "c", c)
-    numbers = {"qk_noise": qk_noise, "qk_identity": qk_identity, "vo_gain": vo_gain, "mlp_gain": mlp_gain, "mix": mix}
-    for name, value in numbers.items():
-        refuse_number(name, value)
-    number("skipless_", "mlp_bias", abs(mlp_bias))
+    numbers = {"qk_noise": qk_noise, "qk_identity": qk_identity, "vo_gain": vo_gain, "mlp_gain": mlp_gain}
+    for name, value in {**numbers, "mlp_bias": mlp_bias, "mix": mix}.items():
+        refuse_number("skipless_", name, value)
     draw = Draw(generator)
     refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention, mix)
     check_selector(where)
@@ -132,7 +131,7 @@ def skipless_(
     if carry is not None:
         refuse_to_carry(chosen, whole("skipless_", "carry", carry, low=1))
     if self_attention is not None:
-        self_attention = targets(chosen, self_attention)
+        self_attention = targets("skipless_", "self_attention", chosen, self_attention)
     with torch.no_grad(), transaction(model), _drop_path_off(model, chosen) as drop_path:
         if position_code is not None:
             position_code_(model, example, kind=position_code, generator=generator)
@@ -280,8 +279,7 @@ def _missed(missed: list[Solved]) -> list[str]:
 
 def _uniform(check: Check) -> list[str]:
     """A note where attention on the example is near-uniform, which rank collapse causes."""
-    rows = [row for row in check.rows if row.values.get("on example") is not None]
-    uniform = [row.site for row in rows if (row.values["on example"] or 0) < 1.5 * (row.values["uniform"] or 0)]
+    uniform = [row.site for row in check.rows if _is_uniform(row)]
     if not uniform:
         return []
     return [
@@ -289,6 +287,12 @@ def _uniform(check: Check) -> list[str]:
         "model starts ill-conditioned from that depth on. A position code, PRESETS['shaped'] or the skips of attention "
         "keep them apart."
     ]
+
+
+def _is_uniform(row: Row) -> bool:
+    """Whether self-attention is less than 1.5 times that of uniform attention or, with few keys, than halfway to 1."""
+    own, uniform = row.values.get("on example"), row.values.get("uniform")
+    return own is not None and uniform is not None and own < min(1.5 * uniform, (1 + uniform) / 2)
 
 
 @contextmanager

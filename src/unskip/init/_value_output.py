@@ -64,8 +64,11 @@ def refuse_to_carry(chosen: Parts, carry: int) -> None:
         heads, width, dim = part.v.shape
         if heads != part.heads or dim != len(part.out):
             raise InitError(f"{named([part.site])}: heads that share values, or change the width, cannot carry tokens")
-        if not dim <= carry * width or carry > heads:
+        least = -(-dim // width)
+        if not least <= carry <= heads:
+            counts = f"{least} to {heads}" if least < heads else f"{heads}"
+            use = f"use {counts}" if least <= heads else "use wider heads"
             raise InitError(
-                f"{named([part.site])}: carry is {carry}, with {heads} heads of {width} for a width of {dim}; use "
-                f"{-(-dim // width)} to {heads}, or wider heads. Nothing was changed."
+                f"{named([part.site])}: carry is {carry}, with {heads} heads of {width} for a width of {dim}; {use}. "
+                "Nothing was changed."
             )

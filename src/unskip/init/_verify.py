@@ -77,8 +77,8 @@ def verify_skipless(
     qk_identity are not checked: only the distribution of the weights shows them.
     """
     vo_gain = renamed("vo_gain", vo_gain, 3.0, "c", c)
-    for name, value in {"vo_gain": vo_gain, "mlp_gain": mlp_gain, "mix": mix}.items():
-        refuse_number(name, value)
+    for name, value in {"vo_gain": vo_gain, "mlp_gain": mlp_gain, "mlp_bias": mlp_bias, "mix": mix}.items():
+        refuse_number("verify_skipless", name, value)
     if carry is not None:
         whole("verify_skipless", "carry", carry, low=1)
     refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention, mix)
@@ -88,7 +88,8 @@ def verify_skipless(
     chosen = select(traced.parts, partial(picks, where))
     goals = dict.fromkeys(range(len(traced.parts)))
     if self_attention is not None:
-        goals |= dict(zip((p.site.index for p in chosen.attentions()), targets(chosen, self_attention), strict=True))
+        wanted = targets("verify_skipless", "self_attention", chosen, self_attention)
+        goals |= dict(zip((p.site.index for p in chosen.attentions()), wanted, strict=True))
     for site, part in zip(chosen.sites, chosen, strict=True):
         if part is None:
             unknown.append(site)
@@ -116,9 +117,9 @@ def verify_skipless(
     return result.raise_if_failed() if check else result
 
 
-def refuse_number(name: str, value: float) -> None:
+def refuse_number(who: str, name: str, value: float) -> None:
     """Raises BadInput for a value that a constant cannot have."""
-    number("skipless_", name, value, zero=name not in ("vo_gain", "mlp_gain", "mix"))
+    number(who, name, value, zero=name not in ("vo_gain", "mlp_gain", "mix"), negative=name == "mlp_bias")
 
 
 def renamed(name: str, value: float, default: float, old: str, given: float | None) -> float:
