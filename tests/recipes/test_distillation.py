@@ -174,3 +174,28 @@ def test_model_and_data_are_taken_from_the_run(
         "ema",
         "smoothing",
     }  # smoothing has no effect with a teacher
+
+
+def test_a_run_goes_on_from_an_anneal_with_its_last_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Skips that the weights do without are not put back, whether the anneal had ended or not."""
+    rule = "anneal:keep>cut@4"
+    unskip.train(tiny(shortcut=rule), tmp_path / "run", quiet=True)
+
+    def shortcut(weights: str, *options: str) -> tuple[str, str, set[float]]:
+        out = tmp_path / "next"
+        command = ["train", "supervised", "--weights", str(tmp_path / weights), "--quiet", "--out", str(out), *options]
+        assert cli.main(command) == 0
+        decays = {row["effective_decay"] for row in RunFolder.open(out).read("metrics.jsonl")}
+        text = RunFolder.open(out).config["shortcut"]
+        shutil.rmtree(out)
+        return text, capsys.readouterr().err, decays
+
+    text, note, decays = shortcut("run")
+    assert (text, decays) == ("cut", {0.0})
+    assert f"{rule} has ended there, so this run has --shortcut cut" in note
+    text, note, decays = shortcut("run/checkpoints/step-4")
+    assert (text, decays) == ("cut", {0.0})
+    assert f"{rule} has not ended at step 4; this run has --shortcut cut from the start. To anneal" in note
+    text, note, decays = shortcut("run", "--shortcut", rule)
+    assert (text, max(decays)) == (rule, 0.75**4)
+    assert "ended" not in note
