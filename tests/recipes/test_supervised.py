@@ -193,6 +193,17 @@ def test_an_encoder_of_another_shape_is_refused(pretrained: Path) -> None:
             unskip.recipes.build_task(tiny(weights=str(pretrained), model_args=arguments))
 
 
+def test_weights_of_another_model_are_refused_with_advice_for_a_run(tmp_path: Path) -> None:
+    """That of unskip.load, model= and strict=, is not for a run."""
+    task, _ = recipes.build_task(tiny())
+    unskip.save(task.model, tmp_path / "mine")
+    other = tiny(weights=str(tmp_path / "mine"), model_args="depth=2,embed_dim=32,num_heads=2")
+    with pytest.raises(BadInput, match=r"mine: the model differs .* is 32 .*; use the model, model_args, size") as said:
+        recipes.build_task(other)
+    assert "model=" not in str(said.value)
+    assert "strict" not in str(said.value)
+
+
 def test_an_encoder_without_a_head_cannot_be_a_teacher(pretrained: Path) -> None:
     with pytest.raises(BadInput, match="an encoder without a classifier"):
         unskip.recipes.build_task(tiny(weights=str(pretrained), teacher="original"))
