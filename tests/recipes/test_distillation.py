@@ -17,7 +17,7 @@ import unskip
 from unskip import cli, recipes
 from unskip.errors import BadInput
 from unskip.recipes._distillation import Teacher
-from unskip.training import RunFolder
+from unskip.training import COLLAPSE, RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # short runs give health warnings
 
@@ -123,6 +123,7 @@ def test_a_run_without_a_teacher_resumes_without_its_initial_weights(original: P
 def test_weights_are_not_initialised_again(original: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="init is 'skipless', which has no effect: weights replace it"):
         unskip.train(tiny(weights=str(original), init="skipless"), tmp_path / "run", quiet=True)
+    assert "orthogonal (in a run without weights)" in COLLAPSE  # the advice on rank collapse
     assert "init" not in recipes.supervised("cifar-skipless", weights=str(original), init="default").unused()
 
 
