@@ -230,6 +230,16 @@ def test_a_run_that_ends_before_its_anneal_gives_a_warning(tmp_path: Path) -> No
     assert not notes(tmp_path / "whole")
 
 
+def test_frozen_heads_that_do_not_carry_are_noted() -> None:
+    def said(heads: int, init: str) -> str:
+        wide = "depth=2,embed_dim=16,num_heads=3,attn_head_dim=16"
+        return "; ".join(recipes.build_task(tiny(freeze_heads=heads, init=init, model_args=wide))[0].notes)
+
+    assert "freeze_heads is 1, but init default has no carry=" in said(1, "default")
+    assert "freeze_heads is 2, but init skipless:carry=1 has carry=1" in said(2, "skipless:carry=1")
+    assert not said(1, "skipless:carry=1")
+
+
 def test_drop_path_is_off_where_skips_are_cut(tmp_path: Path) -> None:
     def rates(**changes: Any) -> set[float]:
         task, _ = unskip.recipes.build_task(tiny(drop_path=0.5, **changes))
