@@ -33,3 +33,14 @@ def test_what_is_of_no_use_to_dense_protocols_is_refused(
     assert f"{' '.join(option)}: segment-ridge-v1" in capsys.readouterr().err
     assert cli.main([*NO_RUN, "--protocol", "segment-ridge-v1,rank-v1", *option]) == 2
     assert "no-such-run" in capsys.readouterr().err  # and not the option, nor the masks
+
+
+def test_blocks_are_refused_where_the_whole_model_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for names in ("accuracy-v1", "quantised-accuracy-v1"):
+        assert cli.main(["eval", "no-such-run", "--protocol", names, "--blocks", "0"]) == 2
+        assert f"--blocks 0: {names} evaluate the whole model" in capsys.readouterr().err
+    assert cli.main(["eval", "no-such-run", "--protocol", "accuracy-v1,rank-v1", "--blocks", "0"]) == 2
+    assert "no-such-run" in capsys.readouterr().err

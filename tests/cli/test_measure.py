@@ -56,6 +56,22 @@ def test_options_reach_the_measurement(run: Any, name: str) -> None:
     assert [row["alpha"] for row in strict(out)["sites"]] == pytest.approx([1.0, 0.6])
 
 
+def test_where_selects_the_sites_of_shortcut_and_init(run: Any) -> None:
+    def rows(*options: str) -> Any:
+        model = ("measure", "timm:test_vit", "--random", "--data", "random:2", "--jacobians", "off", "--json")
+        code, out, err = run(*model, *options)
+        assert code == 0, err
+        return strict(out)["sites"]
+
+    sites = rows("--shortcut", "cut", "--init", "skipless", "--where", "mlp")
+    assert {(row["kind"], row["alpha"]) for row in sites} == {("attention", 1.0), ("mlp", 0.0)}
+    zero = rows("--init", "zero", "--where", "attention")
+    assert [row["ratio"] == 0 for row in zero] == [row["kind"] == "attention" for row in zero]
+    code, out, err = run("measure", "timm:test_vit", "--random", "--where", "mlp")
+    assert (code, out) == (2, "")
+    assert "--where mlp selects sites for --shortcut and --init" in err
+
+
 def test_a_folder_and_an_array_are_read_with_the_models_own_normalisation(run: Any, name: str, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for number in range(3):

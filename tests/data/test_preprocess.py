@@ -99,6 +99,23 @@ def test_settings_of_a_hugging_face_image_processor_are_used(tmp_path: Path) -> 
     assert found.crop == 0.8
 
 
+def test_a_hugging_face_model_without_an_image_processor_gets_images_of_its_configs_size() -> None:
+    from unskip import evals
+
+    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    config = transformers.ViTConfig(image_size=32, patch_size=8, num_channels=1, num_labels=10, **sizes)
+    changes = {"quantised-accuracy-v1": {"bits": [8]}}
+    model = transformers.ViTForImageClassification(config)
+    (result,) = evals.evaluate(model, digits(), digits("test", 20), [*changes], changes=changes)
+    assert result.preprocess is not None
+    assert result.preprocess.size == 32
+    with pytest.raises(BadInput, match=r"use a classifier \(hf:NAME builds no head; .* unskip.save"):
+        evals.evaluate(transformers.ViTModel(config), digits(), digits("test", 20), [*changes], changes=changes)
+    both = transformers.CLIPConfig(vision_config={**sizes, "image_size": 48}, text_config=sizes)
+    assert preprocess_of(transformers.CLIPModel(both)).size == 48
+
+
 def test_evaluation_uses_the_mean_and_std_of_the_model() -> None:
     """They change the kNN accuracy, so they are recorded with the result."""
     from unskip import evals

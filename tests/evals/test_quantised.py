@@ -99,9 +99,12 @@ def test_bad_input_is_refused() -> None:
     block = nn.Sequential(nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, batch_first=True))
     with pytest.raises(BadInput, match="MultiheadAttention"):
         evals.evaluate(block, digits(), digits("test", 20), ["quantised-accuracy-v1"])
-    changes = {"quantised-accuracy-v1": {"bits": (1,)}}
-    with pytest.raises(BadInput, match="1 bits"):
-        evals.evaluate(vit(num_classes=10), digits(), digits("test", 20), ["quantised-accuracy-v1"], changes=changes)
+    for bits in (1, 40):
+        changes = {"quantised-accuracy-v1": {"bits": (8, bits)}}
+        with pytest.raises(BadInput, match=f"{bits} bits: .* 2 to 16"):
+            evals.evaluate(
+                vit(num_classes=10), digits(), digits("test", 20), ["quantised-accuracy-v1"], changes=changes
+            )
 
 
 def test_a_layer_that_is_used_without_a_call_is_refused() -> None:

@@ -17,7 +17,7 @@ import unskip
 from unskip import cli, recipes
 from unskip.errors import BadInput
 from unskip.recipes._distillation import Teacher
-from unskip.training import RunFolder
+from unskip.training import COLLAPSE, RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # short runs give health warnings
 
@@ -123,6 +123,7 @@ def test_a_run_without_a_teacher_resumes_without_its_initial_weights(original: P
 def test_weights_are_not_initialised_again(original: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="init is 'skipless', which has no effect: weights replace it"):
         unskip.train(tiny(weights=str(original), init="skipless"), tmp_path / "run", quiet=True)
+    assert "orthogonal (in a run without weights)" in COLLAPSE  # the advice on rank collapse
     assert "init" not in recipes.supervised("cifar-skipless", weights=str(original), init="default").unused()
 
 
@@ -174,3 +175,28 @@ def test_model_and_data_are_taken_from_the_run(
         "ema",
         "smoothing",
     }  # smoothing has no effect with a teacher
+
+
+def test_a_run_goes_on_from_an_anneal_with_its_last_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Skips that the weights do without are not put back, whether the anneal had ended or not."""
+    rule = "anneal:keep>cut@4"
+    unskip.train(tiny(shortcut=rule), tmp_path / "run", quiet=True)
+
+    def shortcut(weights: str, *options: str) -> tuple[str, str, set[float]]:
+        out = tmp_path / "next"
+        command = ["train", "supervised", "--weights", str(tmp_path / weights), "--quiet", "--out", str(out), *options]
+        assert cli.main(command) == 0
+        decays = {row["effective_decay"] for row in RunFolder.open(out).read("metrics.jsonl")}
+        text = RunFolder.open(out).config["shortcut"]
+        shutil.rmtree(out)
+        return text, capsys.readouterr().err, decays
+
+    text, note, decays = shortcut("run")
+    assert (text, decays) == ("cut", {0.0})
+    assert f"{rule} has ended there, so this run has --shortcut cut" in note
+    text, note, decays = shortcut("run/checkpoints/step-4")
+    assert (text, decays) == ("cut", {0.0})
+    assert f"{rule} has not ended at step 4; this run has --shortcut cut from the start. To anneal" in note
+    text, note, decays = shortcut("run", "--shortcut", rule)
+    assert (text, max(decays)) == (rule, 0.75**4)
+    assert "ended" not in note

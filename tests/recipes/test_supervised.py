@@ -193,6 +193,17 @@ def test_an_encoder_of_another_shape_is_refused(pretrained: Path) -> None:
             unskip.recipes.build_task(tiny(weights=str(pretrained), model_args=arguments))
 
 
+def test_weights_of_another_model_are_refused_with_advice_for_a_run(tmp_path: Path) -> None:
+    """That of unskip.load, model= and strict=, is not for a run."""
+    task, _ = recipes.build_task(tiny())
+    unskip.save(task.model, tmp_path / "mine")
+    other = tiny(weights=str(tmp_path / "mine"), model_args="depth=2,embed_dim=32,num_heads=2")
+    with pytest.raises(BadInput, match=r"mine: the model differs .* is 32 .*; use the model, model_args, size") as said:
+        recipes.build_task(other)
+    assert "model=" not in str(said.value)
+    assert "strict" not in str(said.value)
+
+
 def test_an_encoder_without_a_head_cannot_be_a_teacher(pretrained: Path) -> None:
     with pytest.raises(BadInput, match="an encoder without a classifier"):
         unskip.recipes.build_task(tiny(weights=str(pretrained), teacher="original"))
@@ -217,6 +228,16 @@ def test_a_run_that_ends_before_its_anneal_gives_a_warning(tmp_path: Path) -> No
     unskip.train(tiny(shortcut="anneal:keep>cut@5"), tmp_path / "whole", quiet=True)
     assert alphas(tmp_path / "whole") == [0.0] * 4
     assert not notes(tmp_path / "whole")
+
+
+def test_frozen_heads_that_do_not_carry_are_noted() -> None:
+    def said(heads: int, init: str) -> str:
+        wide = "depth=2,embed_dim=16,num_heads=3,attn_head_dim=16"
+        return "; ".join(recipes.build_task(tiny(freeze_heads=heads, init=init, model_args=wide))[0].notes)
+
+    assert "freeze_heads is 1, but init default has no carry=" in said(1, "default")
+    assert "freeze_heads is 2, but init skipless:carry=1 has carry=1" in said(2, "skipless:carry=1")
+    assert not said(1, "skipless:carry=1")
 
 
 def test_drop_path_is_off_where_skips_are_cut(tmp_path: Path) -> None:

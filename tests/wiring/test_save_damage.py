@@ -25,6 +25,11 @@ def test_load_error_suggests_a_saved_subfolder(tmp_path: Path, place: str) -> No
         unskip.load(tmp_path)
 
 
+def test_a_missing_folder_is_named_as_missing(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"nowhere: no such folder\. Check the path"):
+        unskip.load(tmp_path / "nowhere")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

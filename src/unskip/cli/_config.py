@@ -24,7 +24,7 @@ from unskip.cli._options import Quiet, option
 from unskip.errors import BadInput
 from unskip.recipes import RECIPES, Recipe, field_groups, from_dict, is_run, recipe_of, resolve
 from unskip.training import RunFolder
-from unskip.wiring import parse
+from unskip.wiring import Anneal, parse
 
 _CONFIG = "The config.json of a run: its values replace the defaults of a preset."
 _SEEDS = "One run for each seed, such as 0,1,2, in folders under --out, and a summary."
@@ -44,7 +44,7 @@ def read(args: Sequence[str]) -> Job:
     name, rest = (None, args) if args[0].startswith("-") else (args[0], args[1:])
     first = argparse.ArgumentParser(prog="unskip train", add_help=False, allow_abbrev=False)
     # The defaults of the other options depend on these.
-    for flag in ("config", "preset", "data", "size", "model", "weights", "epochs", "steps"):
+    for flag in ("config", "preset", "data", "size", "model", "weights", "shortcut", "epochs", "steps"):
         first.add_argument(f"--{flag}")
     first.add_argument("-h", "--help", action="store_true")
     given = first.parse_known_args(rest)[0]
@@ -177,8 +177,28 @@ def _from_weights(name: str | None, given: argparse.Namespace) -> Any:
     given.config = run
     config = _from_config(name, given)
     print(f"--weights {given.weights}: using the other defaults of that run", file=sys.stderr)
+    if given.shortcut is None:
+        config = replace(config, shortcut=_where_it_ends(config.shortcut, path, run))
     start = ("init", "weights", "pretrained", "teacher")
     return replace(config, **{field.name: field.default for field in fields(config) if field.name in start})
+
+
+def _where_it_ends(shortcut: str, weights: Path, run: Path) -> str:
+    """The last rule of an annealed shortcut: annealing again would put back the skips that the weights do without."""
+    rule = parse(shortcut)
+    if not isinstance(rule, Anneal):
+        return shortcut
+    last = RunFolder.open(run).last_checkpoint() if weights == run else None
+    number = (weights if last is None else last[1]).name.removeprefix("step-")
+    step = int(number) if number.isdigit() else 0  # without a checkpoint the run is refused later
+    if rule.steps < step:  # steps count from 0, so the last one was step - 1
+        _say(f"--weights {weights}: {shortcut} has ended there, so this run has --shortcut {rule.last} from the start")
+    else:
+        _say(
+            f"--weights {weights}: {shortcut} has not ended at step {step}; this run has --shortcut {rule.last} from "
+            f'the start. To anneal again from its beginning, give --shortcut "{shortcut}"'
+        )
+    return str(rule.last)
 
 
 def _seeds(text: str) -> list[int]:

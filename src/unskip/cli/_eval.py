@@ -39,6 +39,7 @@ _DATA = "Labelled images: digits, a folder with train/ and val/, parquet files, 
 _TIMES = "For diffusion models: times of the noisy images, from 0 (noise) to 1 (data), such as 0.5,0.9,1."
 _DENSE = "Images with masks and boxes, for segment and discover protocols: parquet files, name-{split}.parquet."
 _DEFAULT, _DEFAULT_TEXT = "knn-dino-v1,rank-v1", "bits-per-byte-v1,bits-per-byte-by-context-v1,next-token-v1"
+_WHOLE = ("logits", "predictions", "samples", "model")  # what protocols need that do not evaluate blocks
 _CHANGE = "Change a setting of a protocol, such as finetune-mae-v1.epochs=20; recorded with the result."
 
 
@@ -90,7 +91,7 @@ def eval_command(
             find(name)
     if not names:
         raise BadInput(f"--protocol is empty; give any of {', '.join(PROTOCOLS)}")
-    _refuse_unused({"pool": pool, "split": split}, dense, names)
+    _refuse_unused({"pool": pool, "split": split}, dense, blocks, names)
     if times is not None and pool is not None:
         raise BadInput("--times uses the mean over all tokens: leave --pool out")
     if not runs and not _is_model(model):
@@ -180,8 +181,8 @@ def _show(name: str, about: dict[str, Any], names: list[str], results: list[Resu
     print(f"\n{by_depth(results)}")
 
 
-def _refuse_unused(given: dict[str, str | None], dense: str | None, names: list[str]) -> None:
-    """Refuses --dense without a protocol that uses it, and --pool and --split if all protocols use --dense."""
+def _refuse_unused(given: dict[str, str | None], dense: str | None, blocks: str, names: list[str]) -> None:
+    """Refuses --dense and --blocks without a protocol that uses them, and --pool and --split if all use --dense."""
     dense_names = [name for name, each in PROTOCOLS.items() if each.truth != "labels"]
     chosen = [name for name in names if name in dense_names]
     if dense is not None and not chosen:
@@ -189,6 +190,8 @@ def _refuse_unused(given: dict[str, str | None], dense: str | None, names: list[
             f"--dense {dense}: {', '.join(names)} use no masks or boxes; give protocols that do, --protocol "
             f"{','.join(dense_names)}, or leave --dense out"
         )
+    if blocks != "all" and all(PROTOCOLS[name].needs in _WHOLE for name in names):
+        raise BadInput(f"--blocks {blocks}: {', '.join(names)} evaluate the whole model, not its blocks; leave it out")
     for flag, value in given.items():
         if value is not None and len(chosen) == len(names):
             raise BadInput(f"--{flag} {value}: {', '.join(names)} use only --dense; leave it out")

@@ -25,6 +25,7 @@ from unskip.cli._options import (
     option,
 )
 from unskip.cli._say import print_json, progress
+from unskip.errors import BadInput
 
 _DATA = "Samples: a folder of images, an .npy file, a named set such as digits, or random:N (default: random:8)."
 _JACOBIANS = "Jacobians: auto, exact (full matrices of any size) or off."
@@ -39,6 +40,9 @@ def measure_command(
     shortcut: Annotated[str | None, option("Rewire the model first: cut, decay:0.6, ...", "RULE")] = None,
     init: Annotated[
         str | None, option("Initialise the model first: skipless, skipless:shaped, skipless:paired or zero.", "NAME")
+    ] = None,
+    where: Annotated[
+        Literal["attention", "mlp"] | None, option("Sites for --shortcut and --init (default: all).", "attention|mlp")
     ] = None,
     blocks: Blocks = "all",
     jacobians: Annotated[Literal["auto", "exact", "off"], tyro.conf.arg(help=_JACOBIANS)] = "auto",
@@ -61,16 +65,18 @@ def measure_command(
     from unskip.wiring import parse
 
     rule = parse(shortcut) if shortcut is not None else None
-    where, shapes = device_of(device), shapes_of(input)
+    if where is not None and shortcut is None and init is None:
+        raise BadInput(f"--where {where} selects sites for --shortcut and --init: give one of them, too")
+    target, shapes = device_of(device), shapes_of(input)
     with contextlib.redirect_stdout(sys.stderr), progress(f"measuring {model}") as tick, input_hint():
         torch.manual_seed(0)  # the same random weights each time
-        built = open_weighted(model, random, trust).to(where)
+        built = open_weighted(model, random, trust).to(target)
         numbers = {"mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
         samples, preprocess = samples_for(built, data, n, shapes, numbers)
         if rule is not None:
-            unskip.rewire(built, rule, samples)
+            unskip.rewire(built, rule, samples, where)
         if init is not None:  # after rewiring, which calibration depends on
-            unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples)
+            unskip.init.start_(built, init, torch.Generator().manual_seed(0), samples, where=where)
         measurement = unskip.measure(built, samples, blocks=blocks_of(blocks), jacobians=jacobians, progress=tick)
     health = RunFolder(model).read("health.jsonl")  # empty for a model that is not a run
     if json:

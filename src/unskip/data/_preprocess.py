@@ -8,7 +8,8 @@ mean and standard deviation of ImageNet. `preprocess_of` uses the first that exi
     the record stored with the model by `set_preprocess`, as by a run or by `unskip.load`
     timm's `pretrained_cfg`, if its mean has as many channels as the images
     the image processor beside the weights of a Hugging Face model
-    ImageNet's mean and standard deviation, or 0.5 for images that are not in colour
+    ImageNet's mean and standard deviation, or 0.5 for images that are not in colour, at the size of the model or of
+    its config
 """
 
 from __future__ import annotations
@@ -121,9 +122,13 @@ def known_preprocess(model: nn.Module, channels: int) -> Preprocess | None:
 
 
 def _size(model: nn.Module) -> int | None:
-    """The image side that a timm ViT was built for."""
+    """The image side that a ViT of timm, or the config of a Hugging Face model, was built for."""
     size: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    return int(size[0]) if isinstance(size, tuple | list) and size[0] == size[1] else None
+    if size is None and type(model).__module__.startswith("transformers"):
+        config: Any = getattr(model, "config", None)
+        size = getattr(getattr(config, "vision_config", config), "image_size", None)
+    first, last = (size[0], size[-1]) if isinstance(size, tuple | list) else (size, size)
+    return first if isinstance(first, int) and first == last else None
 
 
 def _of_timm(model: nn.Module, channels: int) -> Preprocess | None:

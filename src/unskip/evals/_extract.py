@@ -123,9 +123,10 @@ def _view(tokens: Tensor, pool: str, norm: TokenNorm) -> Tensor:
 def logits_of(model: nn.Module, output: Any) -> Tensor:
     output = getattr(output, "logits", output)  # Hugging Face models
     if not isinstance(output, Tensor) or output.ndim != 2:
-        raise BadInput(
-            f"{type(model).__name__} must return logits (images, classes), got {kind_of(output)}; use a classifier"
-        )
+        advice = "use a classifier"
+        if type(model).__module__.startswith("transformers."):
+            advice += " (hf:NAME builds no head; write the classifier by unskip.save and give that folder)"
+        raise BadInput(f"{type(model).__name__} must return logits (images, classes), got {kind_of(output)}; {advice}")
     return output.float()
 
 

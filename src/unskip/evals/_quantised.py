@@ -34,6 +34,7 @@ from unskip.evals._input import check_classes
 from unskip.evals._registry import register
 from unskip.evals._split import Split
 
+_WIDEST = 16  # bits; beyond, values outside the calibrated ranges and float32 itself cost more than rounding
 _ROWS = 1024  # rows of each layer's inputs for the search of clipped ranges
 _FRACTIONS = [1 - 0.025 * step for step in range(33)]  # of the range, 1 to 0.2
 
@@ -78,8 +79,9 @@ def rounded_copies(
     model: nn.Module, train: Split, bits: tuple[int, ...], calibration: int
 ) -> Iterator[tuple[str, nn.Module]]:
     """A copy of the model, first unchanged, named "", then rounded in each way, named "_8_tensor_minmax" etc."""
-    if min(bits) < 2:
-        raise BadInput(f"{min(bits)} bits: rounded weights need at least 2")
+    wrong = [width for width in bits if not 2 <= width <= _WIDEST]
+    if wrong:
+        raise BadInput(f"{wrong[0]} bits: weights and activations can be rounded to 2 to {_WIDEST} bits")
     twin = copy.deepcopy(model).eval()
     layers = [*_layers(twin)]
     _calibrate(twin, layers, train, calibration)

@@ -6,6 +6,7 @@ wraps the model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -62,6 +63,13 @@ def build_task(config: Config, opener: Opener | None = None) -> tuple[Task, Sche
         pairs = has_pairs(config.init)
         for part in objective.rewired(model):
             freeze_heads(part, optimizer, config.freeze_heads, sample[:2], pairs=pairs, rate=config.carry_rate)
+        carried = re.search(r"\bcarry=(\d+)", config.init)
+        if config.weights is None and config.freeze_heads > int(carried[1] if carried else 0):  # weights may have them
+            given = carried[0] if carried else "no carry="
+            notes.append(
+                f"freeze_heads is {config.freeze_heads}, but init {config.init} has {given}: heads that do not pass "
+                f"tokens on stay as they are; give as many, as in skipless:shaped,carry={config.freeze_heads}"
+            )
     elif config.carry_rate:
         raise BadInput("carry_rate applies to frozen heads; give freeze_heads, too")
     objective.begin(model, optimizer, progress)

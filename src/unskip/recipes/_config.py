@@ -27,7 +27,7 @@ class Config:
     shortcut: str = "keep"  # keep, cut, decay:0.6, scale:0.7,0.7, learn:1.0, anneal:keep>cut@10000
     where: str | None = None  # attention | mlp: the sites that the shortcut applies to; None: all
     init: str = "default"  # default | zero | skipless | skipless:shaped | skipless:paired, position_code=orthogonal
-    freeze_heads: int | None = None  # number of first heads per attention that stay as initialised, and paired units
+    freeze_heads: int | None = None  # first heads per attention (those of carry=) kept as initialised, and paired units
     carry_rate: float = 0.0  # if above 0, their W_V, W_O and paired units take this fraction of each step
     weights: str | None = None  # weights to start from
     optimizer: str = "adamw"  # adamw | soap | muon | any optimizer of timm

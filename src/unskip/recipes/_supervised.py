@@ -26,7 +26,7 @@ from unskip.recipes._objective import Facts, Objective
 from unskip.recipes._online import Online
 from unskip.recipes._registry import Preset, Recipe, register
 from unskip.training import Evaluation, RunFolder, ema_weights
-from unskip.wiring import Keep, find_wiring, load, parse, rewired
+from unskip.wiring import Keep, Mismatch, find_wiring, load, parse, rewired
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,12 @@ def _load_weights(config: Supervised, model: nn.Module) -> list[str]:
         missing = _copy_encoder(model, pretrained, str(config.weights))
         notes.append(f"not in the encoder of {config.weights}, newly initialised: {', '.join(missing)}")
     else:
-        wiring = find_wiring(load(folder, model))
+        try:
+            wiring = find_wiring(load(folder, model))
+        except Mismatch as error:  # its advice is for callers of `load`
+            raise BadInput(
+                f"{config.weights}: {error.difference}; use the model, model_args, size and patch it was saved with"
+            ) from error
         if (means := ema_weights(folder)) is not None:
             model.load_state_dict(means)  # as in unskip.load
             notes.append(f"the EMA weights of {config.weights} are used")

@@ -26,9 +26,9 @@ from unskip.training._folder import RunFolder
 from unskip.training._task import Schedule, Task
 
 COLLAPSE = (
-    "If skips are cut: start from init skipless:shaped,position_code=orthogonal, cut only the skips of MLPs (where "
-    "mlp), or decay them (shortcut decay:product=0.001). Otherwise lower the learning rate"
-)  # advice on rank collapse
+    "If skips are cut: start from init skipless:shaped,position_code=orthogonal (in a run without weights), cut only "
+    "the skips of MLPs (where mlp), or decay them (shortcut decay:product=0.001). Otherwise lower the learning rate"
+)  # advice on rank collapse; a run with weights refuses init
 
 
 class Watch:

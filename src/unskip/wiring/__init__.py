@@ -7,7 +7,7 @@ from unskip.wiring._record import wiring_record
 from unskip.wiring._restore import restore_wiring
 from unskip.wiring._rewire import rewire, rewired
 from unskip.wiring._rules import Anneal, Cut, Decay, Keep, Learn, Scale
-from unskip.wiring._save import load, save, save_record
+from unskip.wiring._save import Mismatch, load, save, save_record
 from unskip.wiring._select import Where, check_selector, picks
 from unskip.wiring._shortcut import Shortcut, Weight, from_dict, parse, register
 from unskip.wiring._wiring import Wiring, find_wiring
@@ -20,6 +20,7 @@ __all__ = [
     "Decay",
     "Keep",
     "Learn",
+    "Mismatch",
     "Scale",
     "Shortcut",
     "Weight",

@@ -42,6 +42,8 @@ def write(path: Path, record: dict[str, Any]) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """The record of a folder. Raises LoadError if it or a file of weights is damaged."""
     path = folder / RECORD
+    if not folder.exists():
+        raise LoadError(f"{folder}: no such folder. Check the path.")
     if not path.is_file():
         if (folder / _TRAINER_STATE).is_file():
             raise LoadError(

@@ -33,6 +33,14 @@ from unskip.wiring._wiring import Wiring, find_wiring
 _LIBRARIES = ("unskip", "torch", "timm", "torchvision", "transformers", "diffusers")
 
 
+class Mismatch(LoadError):
+    """The model is not the saved one; `difference` says how, without advice for callers of `load`."""
+
+    def __init__(self, folder: Path, difference: str, advice: str = "") -> None:
+        self.difference = difference
+        super().__init__(f"{folder}: {difference}.{advice}")
+
+
 def save(
     model: nn.Module, folder: str | os.PathLike[str], builder: Builder = None, kept: dict[str, Any] | None = None
 ) -> Path:
@@ -122,7 +130,7 @@ def load(
             "the model is on the meta device, without values. Allocate it first: model.to_empty(device='cpu')"
         )
     if class_name(model) != record["class"]:
-        raise LoadError(f"{source}: contains a {record['class']}, but the model is a {class_name(model)}.")
+        raise Mismatch(source, f"contains a {record['class']}, but the model is a {class_name(model)}")
     if strict:
         _check_structure(model, record, source)
     if pretrained:
@@ -186,9 +194,11 @@ def _check_structure(model: nn.Module, record: dict[str, Any], folder: Path) -> 
         now = versions_of(_LIBRARIES)
         changed = [f"{name} {version}" for name, version in record["versions"].items() if now.get(name) != version]
         saved_with = f" It was saved with {', '.join(changed)}." if changed else ""
-        raise LoadError(
-            f"{folder}: the model differs from the saved one: {wrong}.{saved_with} Build it as when it was saved, and "
-            "pass model=; or pass strict=False if the difference is harmless."
+        raise Mismatch(
+            folder,
+            f"the model differs from the saved one: {wrong}",
+            f"{saved_with} Build it as when it was saved, and pass model=; or pass strict=False if the difference is "
+            "harmless.",
         )
 
 
@@ -260,8 +270,8 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     ]
     wrong += [name for name in tensors if name in state and stored[state[name].data_ptr()] > 1]  # tied only in `model`
     if wrong:
-        raise LoadError(
-            f"{folder}: the model does not fit the weights: {', '.join(wrong[:4])}. Build it as when it was saved."
+        raise Mismatch(
+            folder, f"the model does not fit the weights: {', '.join(wrong[:4])}", " Build it as when it was saved."
         )
     model.load_state_dict(tensors, strict=False)
 
