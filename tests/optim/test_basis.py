@@ -61,6 +61,52 @@ def test_a_refreshed_basis_is_orthogonal(kind: str, size: int, blocked: bool, mo
     assert (result.order.sort(-1).values == torch.arange(size)).all()
 
 
+def unused_tokens(tokens: int, used: int, dim: int) -> Tensor:
+    """The statistics of an embedding's gradient, (1, tokens, tokens), of rank `dim` at most."""
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.zeros(1, tokens, dim)
+    gradient[:, torch.randperm(tokens, generator=generator)[:used]] = torch.randn(1, used, dim, generator=generator)
+    return gradient @ gradient.mT
+
+
+@pytest.mark.parametrize("sizes", [(256, 80, 32), (704, 202, 64)], ids=str)
+def test_the_statistics_of_an_embedding_with_unused_tokens_have_a_basis(sizes: tuple[int, int, int]) -> None:
+    """MKL's solver does not converge for these in float32."""
+    matrix = unused_tokens(*sizes)
+    basis = eigenbasis(matrix)
+    assert basis.dtype == torch.float32
+    assert defect(basis) < 1e-5
+    quotients = (basis @ matrix @ basis.mT)[0].double()
+    assert (quotients - quotients.diagonal().diag()).abs().max() < 1e-5 * quotients.max()
+    assert (quotients.diagonal()[: sizes[2]] > 1e-3 * quotients.max()).all()
+
+
+@pytest.mark.parametrize("float64", [True, False], ids=["works", "fails too"])
+def test_only_matrices_whose_decomposition_fails_are_decomposed_in_float64(
+    float64: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three fails: it gets the same vectors, or the identity where float64 fails as well."""
+    matrix = torch.randn(3, 6, 6)
+    matrix = matrix @ matrix.mT
+    matrix[1, 0, 1:] = matrix[1, 1:, 0] = 0
+    expected, solve, calls = eigenbasis(matrix), torch.linalg.eigh, []
+
+    def failing(x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append((len(x), x.dtype))
+        if (x[:, 0, 1] == 0).any() and not (float64 and x.dtype == torch.float64):
+            raise torch.linalg.LinAlgError("failed to converge")
+        return solve(x)
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    basis = eigenbasis(matrix)
+    assert calls == [(3, torch.float32), *[(1, torch.float32)] * 2, (1, torch.float64), (1, torch.float32)]
+    assert torch.equal(basis[[0, 2]], expected[[0, 2]])
+    if float64:
+        assert (basis[1] @ expected[1].T).abs().allclose(torch.eye(6), atol=1e-4)
+    else:
+        assert torch.equal(basis[1], torch.eye(6))
+
+
 @pytest.mark.parametrize("panel", [7, 16, 64])
 @pytest.mark.parametrize("size", [5, 16, 33, 64])
 def test_blocked_orthogonalisation_matches_qr(panel: int, size: int) -> None:

@@ -66,6 +66,25 @@ def test_a_failed_eigendecomposition_leaves_the_identity(
     assert torch.isfinite(param).all()
 
 
+def test_an_embedding_with_unused_tokens_trains() -> None:
+    """Its first gradient has mostly zero rows, for which the eigensolver may not converge in float32."""
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(256, 32), nn.Linear(32, 256, bias=False)
+    optimizer = SOAP([*embedding.parameters(), *head.parameters()], lr=0.05)
+    ids = torch.randint(80, (400,)) * 3
+    losses = []
+    for _ in range(20):
+        loss = nn.functional.cross_entropy(head(embedding(ids)), ids)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    basis = optimizer.state[embedding.weight]["left_basis"][0]
+    assert torch.allclose(basis @ basis.T, torch.eye(256), atol=1e-4)
+    assert optimizer.skipped() == {}
+
+
 def test_a_direction_stays_within_float16() -> None:
     """After a refresh the second moment may be zero where the first is not; in float16 this must not overflow."""
     gradient, first, second = torch.zeros(1, 2, 2), torch.ones(1, 2, 2), torch.zeros(1, 2, 2)

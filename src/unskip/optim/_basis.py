@@ -47,14 +47,30 @@ class Refreshed(NamedTuple):
 def eigenbasis(statistics: Tensor) -> Tensor:
     """All eigenvectors, a vector in each row, the largest eigenvalue first.
 
-    If the solver returns vectors that are not orthogonal, which CUDA's may (PyTorch issue 192483), the basis is the
-    identity, and refreshes rotate it towards the eigenvectors.
+    If the solver fails, or returns vectors that are not orthogonal, which CUDA's may (PyTorch issue 192483), the basis
+    is the identity, and refreshes rotate it towards the eigenvectors.
     """
     # Eigenvectors do not depend on the scale, and squared gradients may be too small for the solver.
-    _, vectors = torch.linalg.eigh(statistics * _scale(statistics)[:, None, None])
-    basis: Tensor = vectors.flip(-1).mT.contiguous()
+    vectors = _eigenvectors(statistics * _scale(statistics)[:, None, None])
+    basis = vectors.flip(-1).mT.contiguous()
     eye = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
     return torch.where((_defect(basis) < MAX_DEFECT)[:, None, None], basis, eye)
+
+
+def _eigenvectors(statistics: Tensor) -> Tensor:
+    """Eigenvectors in columns, the smallest eigenvalue first; NaN where the solver fails.
+
+    In float32 it may not converge for a low rank, such as the gradient of an embedding with unused tokens.
+    """
+    try:
+        vectors: Tensor = torch.linalg.eigh(statistics)[1]
+        return vectors
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        if len(statistics) > 1:
+            return torch.cat([_eigenvectors(each) for each in statistics.split(1)])
+        if statistics.dtype == torch.float64:
+            return torch.full_like(statistics, torch.nan)
+        return _eigenvectors(statistics.double()).to(statistics.dtype)
 
 
 def refresh(statistics: Tensor, basis: Tensor) -> Refreshed:

@@ -172,8 +172,10 @@ class _Trainer:
         forget_peak(self.kind)
         begun = time.perf_counter()
         for step in range(start, schedule.steps):
-            compiled = schedule.compile and step == start
-            with timed_first_step(self.task.model, self.kind, reporter.say) if compiled else contextlib.nullcontext():
+            if schedule.compile and step == start:
+                with timed_first_step(self.task, self.kind, schedule.precision, parts, reporter.say) as first:
+                    pending.append(self._step(step, first))
+            else:
                 pending.append(self._step(step, parts))
             done = step + 1
             last = done == schedule.steps
