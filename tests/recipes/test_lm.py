@@ -14,7 +14,7 @@ from torch import nn
 
 import unskip
 from unskip.errors import BadInput, UnskipWarning
-from unskip.recipes import build_task, lm, sample_text
+from unskip.recipes import build_task, evaluate_run, lm, sample_text
 from unskip.training import RunFolder
 
 pytest.importorskip("transformers")
@@ -269,6 +269,7 @@ def test_the_command_line_from_training_to_text(tmp_path: Path) -> None:
     assert code == 0, errors
     assert all(name in out for name in ("bits_per_byte", "perplexity_context_16", "next_token_accuracy"))
     assert max(map(len, out.splitlines())) < 120  # one number per line
+    assert "a part of its training data" in unskip_in(tmp_path, "eval", "run", "--split", "val")[2]
     code, out, _ = unskip_in(tmp_path, "sample", "run", "--prompt", "the number", "--length", "5")
     assert code == 0
     assert out.startswith("the number")
@@ -277,3 +278,13 @@ def test_the_command_line_from_training_to_text(tmp_path: Path) -> None:
         code, out, errors = unskip_in(tmp_path, *command)
         assert code == 0, (command, errors)
     assert isinstance(unskip.load(tmp_path / "run"), nn.Module)
+
+
+def test_a_validation_split_of_its_own_needs_no_holding_out(tmp_path: Path) -> None:
+    """Only a split that was cut from the training text is a part of it."""
+    for split in ("train", "val", "test"):
+        (tmp_path / "notes" / split).mkdir(parents=True)
+        (tmp_path / "notes" / split / "a.txt").write_text(TEXT)
+    train(tmp_path, data=str(tmp_path / "notes"))
+    _, (result,) = evaluate_run(tmp_path / "run", ["next-token-v1"], split="val")
+    assert result.split == "val"

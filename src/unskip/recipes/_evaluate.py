@@ -47,9 +47,10 @@ def evaluate_run(
 ) -> tuple[Trained, list[Result]]:
     """Evaluates a run on its own data and adds a row for each result to its evals.jsonl; `options` go to `evaluate`.
 
-    `split` is by default that of the run's own evaluations: "val" if the run held one out, otherwise "test". Protocols
-    of masks and boxes are evaluated on `dense`, parquet files with masks and boxes. With `times` the features are those
-    of a diffusion model on noisy images, from 0, noise, to 1, data.
+    `split` is by default that of the run's own evaluations: "val" if the run held one out, otherwise "test". A "val"
+    split that the run was trained on is refused. Protocols of masks and boxes are evaluated on `dense`, parquet files
+    with masks and boxes. With `times` the features are those of a diffusion model on noisy images, from 0, noise, to 1,
+    data.
     """
     trained = run if isinstance(run, Trained) else open_run(run, device)
     config = trained.config
@@ -66,6 +67,11 @@ def evaluate_run(
     note: dict[str, str] = {}
     if names:
         train, test = trained.objective.open_splits(opener or cached_opener(), split)
+        if split == "val" and not config.validate and data_changes(trained.folder.data, {"train": data_record(train)}):
+            raise BadInput(  # holding the split out has changed the training data
+                f"{trained.folder.path}: it was trained without --validate, so its val split is a part of its training "
+                "data; evaluate on --split test, or train with --validate"
+            )
         if split == evaluated_split(config):
             changed = data_changes(trained.folder.data, {"train": data_record(train), "test": data_record(test)})
             if changed is not None:
