@@ -48,6 +48,7 @@ def absorb_command(
 
     from unskip.cli._model import builder_of, input_hint, inputs, open_weighted, samples_for, shapes_of, text_for
     from unskip.training import device_of
+    from unskip.wiring import find_wiring
 
     if apply == "approximate" and data is None:
         raise BadInput("--apply approximate needs samples: give --data")
@@ -64,6 +65,11 @@ def absorb_command(
     with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, input_hint():
         torch.manual_seed(0)  # the same random weights each time
         built = open_weighted(model, random, trust).to(where).eval()
+        if apply is not None and find_wiring(built) is not None:
+            raise BadInput(
+                f"--apply {apply} is for models with plain skips, and {model} has a shortcut rule: train one without "
+                "--shortcut, or leave --apply out for the verdicts alone"
+            )
         samples: Any = None
         if data is not None:
             count = 64 if n is None else n
