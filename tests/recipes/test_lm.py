@@ -246,6 +246,8 @@ def test_a_model_from_a_folder_keeps_its_vocabulary(tmp_path: Path) -> None:
         ({"context": 10**6}, "use a context of at most"),
         ({"pretrained": True}, "a kind of model without weights"),
         ({"size": 64}, "it is about images"),
+        ({"where": "mlp"}, "it chooses sites for a shortcut or an init"),
+        ({"data": "stdlib", "column": "body"}, "it is for parquet files, and data is stdlib"),
         ({"data": "no-such-folder"}, "no such text; a text is stdlib"),
         ({"context": 2000}, "do not fill one batch of 8; take a batch of at most 6, or a shorter context"),
         ({"model": "gptj"}, "gptj: its forward fails: .*; change its model_args"),
@@ -282,7 +284,13 @@ def test_the_command_line_from_training_to_text(tmp_path: Path) -> None:
     code, out, _ = unskip_in(tmp_path, "sample", "run", "--prompt", "the number", "--length", "5")
     assert code == 0
     assert out.startswith("the number")
-    assert "are for images" in unskip_in(tmp_path, "sample", "run", "--cfg", "2")[2]
+    for option in ("--cfg", "--batch"):
+        assert "are for images" in unskip_in(tmp_path, "sample", "run", option, "2")[2]
+    assert (
+        "--pool cls: next-token-v1 use no pooled features"
+        in unskip_in(tmp_path, "eval", "run", "--protocol", "next-token-v1", "--pool", "cls")[2]
+    )
+    assert "train one without --shortcut" in unskip_in(tmp_path, "absorb", "run", "--apply", "widen")[2]
     for command in (["audit", "run"], ["measure", "run", "--jacobians", "off"], ["absorb", "run"], ["report", "run"]):
         code, out, errors = unskip_in(tmp_path, *command)
         assert code == 0, (command, errors)

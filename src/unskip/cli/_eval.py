@@ -185,7 +185,7 @@ def _show(name: str, about: dict[str, Any], names: list[str], results: list[Resu
 
 
 def _refuse_unused(given: dict[str, str | None], dense: str | None, blocks: str, names: list[str]) -> None:
-    """Refuses --dense and --blocks without a protocol that uses them, and --pool and --split if all use --dense."""
+    """Refuses --dense, --blocks and --pool without a protocol that uses them, and --split if all use --dense."""
     dense_names = [name for name, each in PROTOCOLS.items() if each.truth != "labels"]
     chosen = [name for name in names if name in dense_names]
     if dense is not None and not chosen:
@@ -198,6 +198,8 @@ def _refuse_unused(given: dict[str, str | None], dense: str | None, blocks: str,
     for flag, value in given.items():
         if value is not None and len(chosen) == len(names):
             raise BadInput(f"--{flag} {value}: {', '.join(names)} use only --dense; leave it out")
+    if given["pool"] is not None and not any(PROTOCOLS[name].needs == "features" for name in names):
+        raise BadInput(f"--pool {given['pool']}: {', '.join(names)} use no pooled features; leave it out")
 
 
 def _times(text: str) -> list[float]:
