@@ -111,3 +111,13 @@ def test_data_of_vectors_is_used(run: Any, models: str) -> None:
     code, _, err = run("absorb", f"{models}:bare", "--input", "8", "--data", "random:512")
     assert code == 2
     assert "write 2,8" in err
+
+
+def test_a_model_with_a_shortcut_rule_is_not_rewritten(run: Any, models: str, tmp_path: Path) -> None:
+    """Its wiring cannot be undone on the command line."""
+    model = unskip.spec.build(f"{models}:pictures")
+    unskip.rewire(model, "decay:0.6")
+    unskip.save(model, tmp_path / "decayed", f"{models}:pictures")
+    code, _, err = run("absorb", str(tmp_path / "decayed"), "--trust", "--apply", "widen")
+    assert code == 2
+    assert "leave --apply out for the verdicts alone" in err

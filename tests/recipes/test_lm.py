@@ -14,7 +14,7 @@ from torch import nn
 
 import unskip
 from unskip.errors import BadInput, UnskipWarning
-from unskip.recipes import build_task, lm, sample_text
+from unskip.recipes import build_task, evaluate_run, lm, sample_text, text_batch
 from unskip.training import RunFolder
 
 pytest.importorskip("transformers")
@@ -246,6 +246,8 @@ def test_a_model_from_a_folder_keeps_its_vocabulary(tmp_path: Path) -> None:
         ({"context": 10**6}, "use a context of at most"),
         ({"pretrained": True}, "a kind of model without weights"),
         ({"size": 64}, "it is about images"),
+        ({"where": "mlp"}, "it chooses sites for a shortcut or an init"),
+        ({"data": "stdlib", "column": "body"}, "it is for parquet files, and data is stdlib"),
         ({"data": "no-such-folder"}, "no such text; a text is stdlib"),
         ({"context": 2000}, "do not fill one batch of 8; take a batch of at most 6, or a shorter context"),
         ({"model": "gptj"}, "gptj: its forward fails: .*; change its model_args"),
@@ -259,6 +261,7 @@ def test_invalid_configs_are_refused(tmp_path: Path, fields: dict[str, Any], mes
 
 def test_the_command_line_from_training_to_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "other.txt").write_text(TEXT.upper())
     options = ["--model-args", SMALL, "--context", "32", "--batch", "8", "--steps", "4", "--no-health", "--cache", "c"]
     code, _, errors = unskip_in(
         tmp_path, "train", "lm", "--data", "text.txt", *options, "--out", "run", "--device", "cpu", "--shortcut", "cut"
@@ -269,11 +272,56 @@ def test_the_command_line_from_training_to_text(tmp_path: Path) -> None:
     assert code == 0, errors
     assert all(name in out for name in ("bits_per_byte", "perplexity_context_16", "next_token_accuracy"))
     assert max(map(len, out.splitlines())) < 120  # one number per line
+    for command in (["eval", "run"], ["measure", "run", "--jacobians", "off"], ["absorb", "run"]):
+        code, out, errors = unskip_in(tmp_path, *command, "--data", "other.txt")
+        assert code == 0, (command, errors)
+    assert len((tmp_path / "run" / "evals.jsonl").read_text().splitlines()) == 4  # none for the other text
+    assert "8 samples of 32 tokens" in unskip_in(tmp_path, "measure", "run", "--jacobians", "off")[1]
+    assert (
+        "8 samples of 8 tokens" in unskip_in(tmp_path, "measure", "run", "--jacobians", "off", "--data", "random:8")[1]
+    )
+    assert "a part of its training data" in unskip_in(tmp_path, "eval", "run", "--split", "val")[2]
     code, out, _ = unskip_in(tmp_path, "sample", "run", "--prompt", "the number", "--length", "5")
     assert code == 0
     assert out.startswith("the number")
-    assert "are for images" in unskip_in(tmp_path, "sample", "run", "--cfg", "2")[2]
+    for option in ("--cfg", "--batch"):
+        assert "are for images" in unskip_in(tmp_path, "sample", "run", option, "2")[2]
+    assert (
+        "--pool cls: next-token-v1 use no pooled features"
+        in unskip_in(tmp_path, "eval", "run", "--protocol", "next-token-v1", "--pool", "cls")[2]
+    )
+    assert "train one without --shortcut" in unskip_in(tmp_path, "absorb", "run", "--apply", "widen")[2]
     for command in (["audit", "run"], ["measure", "run", "--jacobians", "off"], ["absorb", "run"], ["report", "run"]):
         code, out, errors = unskip_in(tmp_path, *command)
         assert code == 0, (command, errors)
     assert isinstance(unskip.load(tmp_path / "run"), nn.Module)
+
+
+def test_a_text_becomes_tokens_by_the_tokenizer_of_the_checkpoint(tmp_path: Path) -> None:
+    """So a run can be judged on any text, after its own tokenizer and text are gone."""
+    import tokenizers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "number": 1, "?": 2}, "?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    train(tmp_path, tokenizer=str(tmp_path / "words.json"), context=8)
+    (tmp_path / "other.txt").write_text("the number the " * 100)
+    (tmp_path / "words.json").unlink()
+    (tmp_path / "text.txt").unlink()
+    ids = text_batch(tmp_path / "run", 3, str(tmp_path / "other.txt"))
+    assert ids.shape == (3, 8)
+    assert set(ids.flatten().tolist()) <= {0, 1, 3}  # 3 ends the document
+    _, (result,) = evaluate_run(tmp_path / "run", ["next-token-v1"], data=str(tmp_path / "other.txt"))
+    assert result.n == 3
+    with pytest.raises(BadInput, match=r"text\.txt: no such text"):
+        text_batch(tmp_path / "run")
+
+
+def test_a_validation_split_of_its_own_needs_no_holding_out(tmp_path: Path) -> None:
+    """Only a split that was cut from the training text is a part of it."""
+    for split in ("train", "val", "test"):
+        (tmp_path / "notes" / split).mkdir(parents=True)
+        (tmp_path / "notes" / split / "a.txt").write_text(TEXT)
+    train(tmp_path, data=str(tmp_path / "notes"))
+    _, (result,) = evaluate_run(tmp_path / "run", ["next-token-v1"], split="val")
+    assert result.split == "val"

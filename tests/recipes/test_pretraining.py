@@ -217,7 +217,7 @@ def test_eval_prints_and_records_results_by_block(run: Path, capsys: pytest.Capt
 
 
 def test_eval_prints_json_with_the_protocol(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--protocol", "probe-decayed-v1", "--blocks", "last", "--pool", "cls", "--split", "val", "--json"]
+    arguments = ["--protocol", "probe-decayed-v1", "--blocks", "last", "--pool", "cls", "--split", "test", "--json"]
     change = ["--change", "probe-decayed-v1.epochs=3"]
     assert cli.main(["eval", str(run), *arguments, *change]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -261,6 +261,7 @@ def test_several_settings_can_be_changed_at_once(
         (["--blocks", "7"], "not among the model's 2 blocks"),
         (["--pool", "max"], "'mean'"),
         (["--split", "train"], "'val'"),
+        (["--split", "val"], "evaluate on --split test, or train with --validate"),
         (["--precision", "int8"], "bf16"),
         (["--change", "knn-dino-v1.neighbours=3"], "k, temperature"),
         (["--change", "knn-dino-v1.k=few"], "whole numbers above 0"),

@@ -60,7 +60,7 @@ def test_points_of_unusual_logs(tmp_path: Path) -> None:
     points = axes.lines[1::2]
     assert len(points) == 12
     assert {(line.get_marker() != "", line.get_linestyle()) for line in points} == {(True, "None")}
-    assert axes.get_title("left") == "Accuracy on test images"
+    assert axes.get_title("left") == "Accuracy on the test split"
 
 
 def test_losses_of_different_recipes_have_separate_figures(tmp_path: Path) -> None:
@@ -68,7 +68,10 @@ def test_losses_of_different_recipes_have_separate_figures(tmp_path: Path) -> No
         row = {"step": 30, "test_loss": 1.0}
         folder(tmp_path / f"{recipe}-{name}", recipe=recipe, shortcut=name, evals=[row])
     found = summaries(read([*tmp_path.iterdir()], look=False), 10)
-    assert sorted(dots.title for dots in found) == ["Loss on test images (mae)", "Loss on test images (supervised)"]
+    assert sorted(dots.title for dots in found) == [
+        "Loss on the test split (mae)",
+        "Loss on the test split (supervised)",
+    ]
     assert {len(dots.columns) for dots in found} == {2}
 
 

@@ -15,7 +15,8 @@ from tests.report.test_figures import contrast
 
 from unskip import cli, report
 from unskip.errors import BadInput
-from unskip.report._compare import over_seeds
+from unskip.report._charts import evaluated
+from unskip.report._compare import deltas, over_seeds, results
 from unskip.report._page import file, page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -174,8 +175,8 @@ def test_runs_of_different_recipes(tmp_path: Path) -> None:
     text = made(tmp_path)
     assert "Loss in training (supervised)" in text
     assert "Loss in training (mae)" in text
-    assert "Accuracy on test images (supervised)" in text
-    assert "Accuracy on test images (mae)" not in text
+    assert "Accuracy on the test split (supervised)" in text
+    assert "Accuracy on the test split (mae)" not in text
     assert "supervised on digits; mae on digits." in text
 
 
@@ -234,7 +235,7 @@ def test_differences(tmp_path: Path) -> None:
     elements = Elements(made(*runs))
     (opening, *_) = (each["aria-label"] for each in elements.of("svg") if each.get("role") == "img")
     assert opening.startswith(
-        "Points, one per run. Accuracy on test images, n = 100, mean of each group: a: 0.7; b: 0.9."
+        "Points, one per run. Accuracy on the test split, n = 100, mean of each group: a: 0.7; b: 0.9."
     )
     text = elements.text
     assert "b: shortcut: keep → cut" in text
@@ -294,3 +295,50 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ([], [str(tmp_path / "x")], [str(run), "--look", "-1"]):
         assert cli.main(["report", *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_runs_of_language_models(tmp_path: Path) -> None:
+    """Only values of equal n are compared, and those on changed data stand apart, with a note."""
+
+    def rows(bits: float) -> list[dict[str, object]]:
+        ends = {"intervals": {"test_bits_per_byte": [bits - 0.1, bits + 0.1]}}
+        return [{"step": 30, "split": "test", "n": 32, "test_bits_per_byte": bits, "test_loss": 2 * bits, **ends}]
+
+    full = {"step": 30, "evaluation": "bits-per-byte-v1", "block": None, "split": "test", "n": 300}
+    own = full | {"bits_per_byte": 3.5, "loss": 7.25, "intervals": {"bits_per_byte": [3.25, 3.75]}}
+    changed = own | {"bits_per_byte": 5.151, "data": "changed since the run began"}
+    evals = [*rows(3.0), own, changed, full | {"split": "val", "n": 206, "loss": 7.5}]
+    runs = [
+        folder(tmp_path / "a", recipe="lm", evals=evals),
+        folder(tmp_path / "b", recipe="lm", shortcut="cut", data="notes", evals=rows(4.0)),
+    ]
+    groups = report.read(runs, look=False)
+    header, (first, second) = results(groups)
+    cells = {name: (x[1], y and y[1]) for name, x, y in zip(header, first, second, strict=True) if "split" in name}  # type: ignore[index]
+    assert cells == {
+        "Bits per byte on the test split, n = 32": ("3 [2.900, 3.100]", "4 [3.900, 4.100]"),
+        "Bits per byte on the test split, n = 300": ("3.5 [3.250, 3.750]", None),
+        "Loss on the test split, n = 32": ("6", "8"),
+        "Loss on the test split, n = 300": ("7.25", None),
+        "Bits per byte on the test split on changed data, n = 300": ("5.151 [3.250, 3.750]", None),
+        "Loss on the test split on changed data, n = 300": ("7.25", None),
+        "Loss on the validation split, n = 206": ("7.5", None),
+    }
+    compared = [row[1] for row in deltas(groups)[1]]
+    assert compared == ["Bits per byte on the test split, n = 32", "Loss on the test split, n = 32"]
+    text = Elements(page(groups)).text
+    assert "images a second" not in text
+    assert "Wilson" not in text
+    assert "95% interval over documents" in text
+    assert "On changed data: " in text
+    assert "Results on different data do not compare." in text
+
+
+def test_evaluations_on_fewer_samples_are_not_joined_with_those_on_all(tmp_path: Path) -> None:
+    """The chart over steps has the evaluations during training, with a note where runs differ in n."""
+    for name, n in (("a", 32), ("b", 64)):
+        rows = [{"step": step, "knn20": step / 100, "n": n} for step in (10, 20)]
+        folder(tmp_path / name, shortcut=name, evals=[*rows, {"step": 20, "block": None, "knn20": 0.9, "n": 300}])
+    chart = evaluated(report.read([tmp_path], look=False), "knn20")
+    assert [line.y for line in chart.lines] == [(0.1, 0.2), (0.1, 0.2)]
+    assert "Test samples: a 32; b 64." in chart.note

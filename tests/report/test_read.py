@@ -124,7 +124,7 @@ def test_measurements_with_other_settings_have_other_names(tmp_path: Path) -> No
     rows = [row, {**row, "pool": "cls"}, {**row, "split": "val"}, {**row, "precision": "bf16"}]
     run = read_run(folder(tmp_path / "a", evals=[{**each, "knn20": 0.5} for each in rows]))
     names = [next(name for name in row if name.startswith("knn20")) for row in run.evals]
-    assert names == ["knn20", "knn20 of class tokens", "knn20 on held-out images", "knn20 in bf16"]
+    assert names == ["knn20", "knn20 of class tokens", "knn20 on the validation split", "knn20 in bf16"]
     held = read_run(folder(tmp_path / "b", evals=[{**row, "split": "val", "knn20": 0.5}], validate=True))
     assert "knn20" in held.evals[0]
 

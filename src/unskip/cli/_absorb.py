@@ -16,7 +16,10 @@ from unskip.errors import BadInput, RewireError
 if TYPE_CHECKING:
     from torch import nn
 
-_DATA = "Samples to fit approximations to: a folder of images, an .npy file, a named set such as digits, or random:N."
+_DATA = (
+    "Samples to fit approximations to: a folder of images, an .npy file, a named set such as digits, or random:N; for "
+    "the run of a language model text, as for train lm."
+)
 _MAX_ERROR = "Largest relative error of an approximate replacement; worse ones are refused (default: 0.1)."
 _APPLY = "Rewrite all sites where it is possible: exact, widen, or approximate (needs --data)."
 
@@ -43,8 +46,9 @@ def absorb_command(
     """
     import torch
 
-    from unskip.cli._model import builder_of, input_hint, inputs, open_weighted, samples_for, shapes_of
+    from unskip.cli._model import builder_of, input_hint, inputs, open_weighted, samples_for, shapes_of, text_for
     from unskip.training import device_of
+    from unskip.wiring import find_wiring
 
     if apply == "approximate" and data is None:
         raise BadInput("--apply approximate needs samples: give --data")
@@ -61,7 +65,16 @@ def absorb_command(
     with contextlib.redirect_stdout(sys.stderr), progress(f"deciding {model}") as tick, input_hint():
         torch.manual_seed(0)  # the same random weights each time
         built = open_weighted(model, random, trust).to(where).eval()
-        samples = None if data is None else samples_for(built, data, 64 if n is None else n, shapes)[0]
+        if apply is not None and find_wiring(built) is not None:
+            raise BadInput(
+                f"--apply {apply} is for models with plain skips, and {model} has a shortcut rule: train one without "
+                "--shortcut, or leave --apply out for the verdicts alone"
+            )
+        samples: Any = None
+        if data is not None:
+            count = 64 if n is None else n
+            text = text_for(model, data, count, "train")  # images of a data set are training images, too
+            samples = samples_for(built, data, count, shapes)[0] if text is None else text.to(where)
         example = inputs(built, shapes) if samples is None else None
         scan = unskip.absorption.scan(built, example, data=samples, progress=tick)
         sound = scan.verify()

@@ -35,7 +35,10 @@ from unskip.recipes import Trained, evaluate_model, evaluate_run, open_run
 from unskip.training import RunFolder, device_of, engine, find_runs, is_main
 
 _PROTOCOLS = f"Protocols, separated by commas: {', '.join(PROTOCOLS)}."
-_DATA = "Labelled images: digits, a folder with train/ and val/, parquet files, ... (default: the data of the run)."
+_DATA = (
+    "Labelled images: digits, a folder with train/ and val/, parquet files, ...; for the run of a language model text, "
+    "as for train lm (default: the data of the run)."
+)
 _TIMES = "For diffusion models: times of the noisy images, from 0 (noise) to 1 (data), such as 0.5,0.9,1."
 _DENSE = "Images with masks and boxes, for segment and discover protocols: parquet files, name-{split}.parquet."
 _DEFAULT, _DEFAULT_TEXT = "knn-dino-v1,rank-v1", "bits-per-byte-v1,bits-per-byte-by-context-v1,next-token-v1"
@@ -82,8 +85,8 @@ def eval_command(
     from unskip.cli._model import channel_numbers, open_weighted
 
     runs = _runs_in(model)
+    text = bool(runs) and all(run.config.get("recipe") == "lm" for run in runs)
     if protocol is None:
-        text = bool(runs) and all(run.config.get("recipe") == "lm" for run in runs)
         protocol = _DEFAULT_TEXT if text else _DEFAULT
     names = [name.strip() for name in protocol.split(",") if name.strip()]
     with with_plugins([plugin for run in runs for plugin in run.plugins], trust):
@@ -106,8 +109,8 @@ def eval_command(
     rows: list[dict[str, Any]] = []
     for each in [str(run.path) for run in runs] or [model]:
         with contextlib.redirect_stdout(sys.stderr), busy(f"evaluating {each}"):
-            if own_data:
-                chosen = {"times": None if times is None else _times(times)}
+            if own_data or text:
+                chosen = {"times": None if times is None else _times(times), "data": data}
                 about, results = _of_run(open_run(each, device, trust=trust), names, options | chosen, numbers)
             else:
                 torch.manual_seed(0)  # the same random weights each time
@@ -131,7 +134,7 @@ def _distributed(model: nn.Module) -> Any:
 def _of_run(
     trained: Trained, names: list[str], options: dict[str, Any], numbers: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Result]]:
-    """Evaluates a run on its own data."""
+    """Evaluates a run on its own data, or a language model on any text."""
     from unskip.cli._model import preprocess_for
 
     if trained.facts.channels:  # 0 for text
@@ -182,7 +185,7 @@ def _show(name: str, about: dict[str, Any], names: list[str], results: list[Resu
 
 
 def _refuse_unused(given: dict[str, str | None], dense: str | None, blocks: str, names: list[str]) -> None:
-    """Refuses --dense and --blocks without a protocol that uses them, and --pool and --split if all use --dense."""
+    """Refuses --dense, --blocks and --pool without a protocol that uses them, and --split if all use --dense."""
     dense_names = [name for name, each in PROTOCOLS.items() if each.truth != "labels"]
     chosen = [name for name in names if name in dense_names]
     if dense is not None and not chosen:
@@ -195,6 +198,8 @@ def _refuse_unused(given: dict[str, str | None], dense: str | None, blocks: str,
     for flag, value in given.items():
         if value is not None and len(chosen) == len(names):
             raise BadInput(f"--{flag} {value}: {', '.join(names)} use only --dense; leave it out")
+    if given["pool"] is not None and not any(PROTOCOLS[name].needs == "features" for name in names):
+        raise BadInput(f"--pool {given['pool']}: {', '.join(names)} use no pooled features; leave it out")
 
 
 def _times(text: str) -> list[float]:

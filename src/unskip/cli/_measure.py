@@ -27,7 +27,10 @@ from unskip.cli._options import (
 from unskip.cli._say import print_json, progress
 from unskip.errors import BadInput
 
-_DATA = "Samples: a folder of images, an .npy file, a named set such as digits, or random:N (default: random:8)."
+_DATA = (
+    "Samples: a folder of images, an .npy file, a named set such as digits, or random:N (default: random:8); for the "
+    "run of a language model text, as for train lm (default: its own)."
+)
 _JACOBIANS = "Jacobians: auto, exact (full matrices of any size) or off."
 
 
@@ -35,7 +38,7 @@ def measure_command(
     model: Annotated[
         str, tyro.conf.Positional, model_help("Model to measure, with pretrained weights unless --random is given")
     ],
-    data: Annotated[str, option(_DATA, "SOURCE")] = "random:8",
+    data: Annotated[str | None, option(_DATA, "SOURCE")] = None,
     n: Count = 8,
     shortcut: Annotated[str | None, option("Rewire the model first: cut, decay:0.6, ...", "RULE")] = None,
     init: Annotated[
@@ -60,7 +63,7 @@ def measure_command(
     """
     import torch
 
-    from unskip.cli._model import channel_numbers, input_hint, open_weighted, samples_for, shapes_of
+    from unskip.cli._model import channel_numbers, input_hint, open_weighted, samples_for, shapes_of, text_for
     from unskip.training import RunFolder, device_of
     from unskip.wiring import parse
 
@@ -72,7 +75,10 @@ def measure_command(
         torch.manual_seed(0)  # the same random weights each time
         built = open_weighted(model, random, trust).to(target)
         numbers = {"mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
-        samples, preprocess = samples_for(built, data, n, shapes, numbers)
+        text = text_for(model, data, n)
+        samples, preprocess = (
+            samples_for(built, data or "random:8", n, shapes, numbers) if text is None else (text.to(where), None)
+        )
         if rule is not None:
             unskip.rewire(built, rule, samples, where)
         if init is not None:  # after rewiring, which calibration depends on
@@ -83,6 +89,8 @@ def measure_command(
         record = {"spec": model, "preprocess": preprocess and preprocess.to_dict(), **measurement.to_dict()}
         print_json(record | {"training": health})
     else:
+        if text is not None:
+            print(f"text: {data or 'that of the run'}")
         print(f"images: {preprocess}\n{measurement}" if preprocess is not None else measurement)
         if health:
             print(f"\n{_health_table(health)}")

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from unskip.cli._say import one_line
 from unskip.data import Preprocess, preprocess_of
 from unskip.data import batch as data_batch
 from unskip.errors import BadInput, ForwardError
-from unskip.recipes import is_run, open_run
-from unskip.training import find_runs
+from unskip.recipes import is_run, open_run, text_batch
+from unskip.training import RunFolder, find_runs
 
 Shape = tuple[str, tuple[int, ...]]  # "" or "int", and the sizes
 
@@ -95,6 +95,26 @@ def inputs(model: nn.Module, shapes: list[Shape]) -> tuple[Tensor, ...] | None:
         for kind, shape in shapes
     ]
     return tuple(values) or None
+
+
+def text_for(model: str, source: str | None, n: int, split: Literal["train", "test"] | None = None) -> Tensor | None:
+    """n sequences of a text for the run of a language model, by default of its own text.
+
+    None for other models, and for noise and arrays of ids, which `samples_for` reads.
+    """
+    folder = Path(model).expanduser()
+    if not is_run(folder) or RunFolder.open(folder).config.get("recipe") != "lm":
+        return None
+    if source is not None and (source.startswith("random:") or source.endswith(".npy")):
+        return None
+    try:
+        return text_batch(folder, n, source, split)
+    except BadInput as error:
+        if source is not None:
+            raise
+        raise BadInput(
+            f"{model}: its own text: {one_line(error)}. Give another, --data TEXT, or --data random:{n}"
+        ) from error
 
 
 def samples_for(

@@ -55,8 +55,9 @@ def sample_command(
     from unskip.training import RunFolder
 
     if RunFolder.open(run).config.get("recipe") == "lm":
-        if (cfg, sampler, steps, tolerance, label, evaluate, compile) != (1.0, "heun", 50, 1e-5, None, None, False):
-            raise BadInput(f"{run} is a language model: --cfg, --sampler, --steps and the like are for images")
+        for_images = (cfg, sampler, steps, tolerance, label, batch, evaluate, compile)
+        if for_images != (1.0, "heun", 50, 1e-5, None, 256, None, False):
+            raise BadInput(f"{run} is a language model: --cfg, --sampler, --steps, --batch and the like are for images")
         chosen = {"seed": seed, "length": length, "temperature": temperature, "top_k": top_k, "precision": precision}
         return _text(run, prompt or "", 1 if n is None else n, device, trust, json, chosen)
     if prompt is not None:

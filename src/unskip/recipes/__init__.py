@@ -4,7 +4,7 @@ from unskip.recipes._build import build_task
 from unskip.recipes._config import Config
 from unskip.recipes._data import Opener, cached_opener, evaluated_split, open_split, open_splits
 from unskip.recipes._dino import Dino, dino
-from unskip.recipes._evaluate import evaluate_model, evaluate_run, evaluate_samples
+from unskip.recipes._evaluate import evaluate_model, evaluate_run, evaluate_samples, text_batch
 from unskip.recipes._fields import field_groups
 from unskip.recipes._lm import Lm, lm
 from unskip.recipes._mae import Mae, mae
@@ -68,6 +68,7 @@ __all__ = [
     "simclr",
     "sit",
     "supervised",
+    "text_batch",
     "to_dict",
     "train",
     "uvit",

@@ -71,5 +71,9 @@ class Config:
 
     def unused(self) -> dict[str, str]:
         """Fields without effect in this config, with the reason; a run that sets one is refused."""
-        replaced = {"epochs": f"steps is {self.steps}, which replaces it; set steps to None"}
-        return self.no_use | (replaced if self.steps is not None else {})
+        reasons = dict(self.no_use)
+        if self.steps is not None:
+            reasons["epochs"] = f"steps is {self.steps}, which replaces it; set steps to None"
+        if self.shortcut == "keep" and self.init == "default":
+            reasons["where"] = "it chooses sites for a shortcut or an init; give one"
+        return reasons

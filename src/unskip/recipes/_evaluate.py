@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unskip._warn import warn
-from unskip.data import infer_classes, open_dense, open_images, preprocess_of
+from unskip.data import TextFeed, absolute_source, infer_classes, open_dense, open_images, open_text, preprocess_of
 from unskip.errors import BadInput
 from unskip.evals import Extractor, Result, evaluate, extractor, find_protocols, image_channels, noised, protocol
 from unskip.models import Sampling
@@ -28,15 +28,18 @@ from unskip.recipes._data import (
     with_channels,
 )
 from unskip.recipes._flow import FlowConfig
+from unskip.recipes._lm import Lm, NextToken
 from unskip.recipes._open import Trained, open_run
+from unskip.recipes._registry import from_dict
 from unskip.recipes._sample import Samples, sampled
-from unskip.training import is_main
+from unskip.training import RunFolder, is_main
 
 
 def evaluate_run(
     run: str | Path | Trained,
     protocols: Sequence[str],
     *,
+    data: str | None = None,
     dense: str | None = None,
     times: Sequence[float] | None = None,
     split: Literal["val", "test"] | None = None,
@@ -47,9 +50,11 @@ def evaluate_run(
 ) -> tuple[Trained, list[Result]]:
     """Evaluates a run on its own data and adds a row for each result to its evals.jsonl; `options` go to `evaluate`.
 
-    `split` is by default that of the run's own evaluations: "val" if the run held one out, otherwise "test". Protocols
-    of masks and boxes are evaluated on `dense`, parquet files with masks and boxes. With `times` the features are those
-    of a diffusion model on noisy images, from 0, noise, to 1, data.
+    A language model can be evaluated on another text, `data`, which adds no rows; other models by `evaluate_model`.
+    `split` is by default that of the run's own evaluations: "val" if the run held one out, otherwise "test". A "val"
+    split that the run was trained on is refused. Protocols of masks and boxes are evaluated on `dense`, parquet files
+    with masks and boxes. With `times` the features are those of a diffusion model on noisy images, from 0, noise, to 1,
+    data.
     """
     trained = run if isinstance(run, Trained) else open_run(run, device)
     config = trained.config
@@ -59,20 +64,28 @@ def evaluate_run(
             "inputs=unskip.evals.noised(flow, time)"
         )
     dense_names, names = _split_protocols(protocols, dense, options)
-    split = split or evaluated_split(config)
+    objective = trained.objective if data is None else NextToken(_text_config(trained.folder, data))
+    own = objective.config.data == config.data
+    split = split or evaluated_split(objective.config)
     settings = {"batch": batch or config.batch, "workers": config.workers, "graph": getattr(config, "graph", False)}
     settings |= {"split": split, **options}
     results: list[Result] = []
     note: dict[str, str] = {}
     if names:
-        train, test = trained.objective.open_splits(opener or cached_opener(), split)
+        train, test = objective.open_splits(opener or cached_opener(), split)
+        before = trained.folder.data if own else {}
+        if split == "val" and not config.validate and data_changes(before, {"train": data_record(train)}):
+            raise BadInput(  # holding the split out has changed the training data
+                f"{trained.folder.path}: it was trained without --validate, so its val split is a part of its training "
+                "data; evaluate on --split test, or train with --validate"
+            )
         if split == evaluated_split(config):
-            changed = data_changes(trained.folder.data, {"train": data_record(train), "test": data_record(test)})
+            changed = data_changes(before, {"train": data_record(train), "test": data_record(test)})
             if changed is not None:
                 warn(f"{trained.folder.path}: {changed}. Results on it do not compare with earlier ones")
                 note = {"data": "changed since the run began"}
         target = next(trained.model.parameters()).device
-        train, test = (trained.objective.evaluated(images, target, settings["batch"]) for images in (train, test))
+        train, test = (objective.evaluated(images, target, settings["batch"]) for images in (train, test))
         inputs = [(None, None)] if times is None else [(time, noised(_flow(trained), time)) for time in times]
         for time, hook in inputs:
             for whole in (False, True):
@@ -81,7 +94,8 @@ def evaluate_run(
                     model = trained.model if whole or hook is not None else trained.encoder
                     new = evaluate(model, train, test, chosen, inputs=hook, **_options_for(chosen, settings))
                     results += [replace(result, time=time) for result in new]
-    _append(trained, results, settings | note)
+    if own:
+        _append(trained, results, settings | note)
     if dense_names and dense is not None:
         new = _evaluate_dense(trained.encoder, dense, dense_names, config.size, settings)
         _append(trained, new, settings | {"data": Path(dense).name, "size": config.size})
@@ -115,6 +129,41 @@ def evaluate_model(
         size = preprocess_of(model, 3, options.get("normalise")).size
         results += _evaluate_dense(model, dense, dense_names, options.get("size") or size, options | {"split": split})
     return results
+
+
+def text_batch(
+    run: str | Path, n: int = 8, data: str | None = None, split: Literal["train", "val", "test"] | None = None
+) -> Tensor:
+    """n sequences for the language model of a run, ids (n, context), evenly spaced in its own text or in `data`.
+
+    `data` has the forms of `open_text`, and becomes tokens by the tokenizer in the run's checkpoint. `split` is by
+    default that of the run's evaluations.
+    """
+    folder = RunFolder.open(run)
+    config = _text_config(folder, data)
+    text = open_text(
+        config.data,
+        split or evaluated_split(config),
+        tokenizer=config.tokenizer,
+        column=config.column,
+        hold_out=config.validate,
+        cache=config.cache,
+    )
+    return next(TextFeed(text, n, config.context, most=n).evaluate())[0]
+
+
+def _text_config(folder: RunFolder, data: str | None) -> Lm:
+    """The config of a language model, with the tokenizer of its checkpoint, for its own text or another one."""
+    config = from_dict(folder.config)
+    last = folder.last_checkpoint()
+    if not isinstance(config, Lm):
+        raise BadInput(f"{folder.path}: its recipe is no language model; give a run of lm")
+    if last is None:
+        raise BadInput(f"{folder.path}: no checkpoint yet; continue with `{folder.resume_command}`")
+    tokenizer = str(last[1]) if (last[1] / "tokenizer.json").is_file() else "bytes"
+    if data is not None and absolute_source(data) != config.data:
+        config = replace(config, data=data, validate=False)
+    return replace(config, tokenizer=tokenizer)
 
 
 def evaluate_samples(

@@ -66,6 +66,12 @@ class Lm(Config):
     def inputs(self) -> str:
         return f"sequences of {self.context} tokens ({self.tokenizer}) from {self.data}"
 
+    def unused(self) -> dict[str, str]:
+        reasons = super().unused()
+        if self.data == "stdlib":
+            reasons["column"] = "it is for parquet files, and data is stdlib; give parquet files"
+        return reasons
+
     def sizes_fit(self, model: str) -> bool:
         return not model.startswith("hf:") and not is_file(model)  # without them some kinds have 7 billion parameters
 

@@ -18,6 +18,8 @@ from unskip.report._read import Group, Run
 from unskip.report._rows import interval_of, number
 from unskip.report._text import words
 
+Rows = list[dict[str, Any]]
+
 POINTS = 300  # longer curves are thinned; a page is a few hundred pixels wide
 BEYOND = 1e100  # larger values cannot be drawn on an axis
 _WIDE = 30  # above this ratio of largest to smallest value the axis is logarithmic
@@ -82,30 +84,32 @@ def over_steps(groups: Sequence[Group], name: str) -> Chart:
 def evaluated(groups: Sequence[Group], name: str) -> Chart:
     """A metric of evals.jsonl over training steps."""
     title, unit = title_and_unit(name)
-    values = [[_in_training(run, name) for run in group.runs] for group in groups]
+    rows = [[_training_rows(run, name) for run in group.runs] for group in groups]
     chart = _chart(
         f"eval-{name}",
         title,
         "training step",
         unit,
         groups,
-        values,
+        [[_values_by(of_run, "step", name) for of_run in runs] for runs in rows],
         "no run has this evaluation; `unskip eval RUN` evaluates the last checkpoint",
-        intervals=[[_intervals_by(_training_rows(run, name), "step", name) for run in group.runs] for group in groups],
+        intervals=[[_intervals_by(of_run, "step", name) for of_run in runs] for runs in rows],
     )
     if chart.lines and all(len(line.x) == 1 for line in chart.lines):
         return replace(chart, lines=(), missing="evaluated once, at the end; see the table of results")
-    return chart
+    return _with_samples(chart, groups, rows)
 
 
 def over_depth(groups: Sequence[Group], name: str) -> Chart:
     """A metric that `unskip eval` wrote for every block."""
     title, unit = title_and_unit(name)
-    values = [[_by_block(run, name) for run in group.runs] for group in groups]
+    rows = [[_block_rows(run, name) for run in group.runs] for group in groups]
+    values = [[_values_by(of_run, "block", name) for of_run in runs] for runs in rows]
     missing = "no run has this evaluation by block; `unskip eval RUN` adds it"
     absent = "Not evaluated by block"
-    intervals = [[_intervals_by(_block_rows(run, name), "block", name) for run in group.runs] for group in groups]
-    return _chart(f"depth-{name}", f"{title}, by depth", "block", unit, groups, values, missing, absent, intervals)
+    intervals = [[_intervals_by(of_run, "block", name) for of_run in runs] for runs in rows]
+    chart = _chart(f"depth-{name}", f"{title}, by depth", "block", unit, groups, values, missing, absent, intervals)
+    return _with_samples(chart, groups, rows)
 
 
 _MEASURED = {
@@ -202,23 +206,42 @@ def _logged(groups: Sequence[Group], name: str) -> list[list[dict[float, float]]
     return [[{row["step"]: row[name] for row in run.metrics if name in row} for run in g.runs] for g in groups]
 
 
-def _training_rows(run: Run, name: str) -> list[dict[str, Any]]:
-    return [row for row in run.evals if row.get("block") is None and name in row]
+def _training_rows(run: Run, name: str) -> Rows:
+    return _of_one_n([row for row in run.evals if row.get("block") is None and name in row], "step")
 
 
-def _in_training(run: Run, name: str) -> dict[float, float]:
-    return {row["step"]: value for row in _training_rows(run, name) if (value := number(row[name])) is not None}
-
-
-def _block_rows(run: Run, name: str) -> list[dict[str, Any]]:
+def _block_rows(run: Run, name: str) -> Rows:
     """The rows by block of the newest step with this metric."""
     rows = [row for row in run.evals if row.get("block") is not None and name in row]
     newest = max((row["step"] for row in rows), default=0)
-    return [row for row in rows if row["step"] == newest]
+    return _of_one_n([row for row in rows if row["step"] == newest], "block")
 
 
-def _by_block(run: Run, name: str) -> dict[float, float]:
-    return {float(row["block"]): value for row in _block_rows(run, name) if (value := number(row[name])) is not None}
+def _of_one_n(rows: Rows, axis: str) -> Rows:
+    """The rows of one number of test samples: the number with the most points, or the newest of such."""
+    places: dict[float | None, set[Any]] = {}
+    for row in reversed(rows):
+        places.setdefault(number(row.get("n")), set()).add(row[axis])
+    n = max(places, key=lambda count: len(places[count]), default=None)
+    return [row for row in rows if number(row.get("n")) == n]
+
+
+def _with_samples(chart: Chart, groups: Sequence[Group], rows: Sequence[Sequence[Rows]]) -> Chart:
+    """A chart with a note if its groups were evaluated on different numbers of test samples."""
+    of_group = [{number(row.get("n")) for run in runs for row in run} - {None} for runs in rows]
+    if len(set().union(*of_group)) < 2:
+        return chart
+    counts = [
+        f"{group.label} {words([f'{n:g}' for n in sorted(filter(None, each))])}"
+        for group, each in zip(groups, of_group, strict=True)
+        if each
+    ]
+    return replace(chart, note=f"{chart.note} Test samples: {'; '.join(counts)}.".strip())
+
+
+def _values_by(rows: Rows, axis: str, name: str) -> dict[float, float]:
+    """The values of a metric by step or block."""
+    return {float(row[axis]): value for row in rows if (value := number(row[name])) is not None}
 
 
 def _intervals_by(rows: Iterable[Mapping[str, Any]], axis: str, name: str) -> dict[float, Interval]:

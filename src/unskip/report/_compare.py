@@ -10,9 +10,9 @@ from typing import Any
 
 from unskip.report._charts import mean_and_std
 from unskip.report._intervals import Interval, difference, of_mean
-from unskip.report._names import evaluations, newest_rows, title_and_unit
+from unskip.report._names import by_samples, evaluations, title_and_unit
 from unskip.report._read import Group, Run, by_recipe
-from unskip.report._rows import interval_of, number
+from unskip.report._rows import ON_CHANGED_DATA, interval_of, number
 from unskip.report._text import clean, short, words
 
 _FIRST = ("recipe", "preset", "data", "model", "shortcut", "where", "init", "optimizer", "lr", "steps", "epochs")
@@ -72,17 +72,16 @@ def _describe(recipe: str, groups: Sequence[Group]) -> str:
 
 def results(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
     """A row per group: its state, its newest metrics over seeds, time and memory."""
-    metrics = dict.fromkeys(evaluations(groups, False) + evaluations(groups, True))
-    newest = [[newest_rows(run) for run in group.runs] for group in groups]
-    counts = {name: [row[name]["n"] for rows in newest for row in rows if "n" in row.get(name, {})] for name in metrics}
-    names = [_head("loss"), *(_head(name) + _samples(counts[name]) for name in metrics)]
-    header = ["group", "runs", "state", *names, "training time (s)", "images a second (median)", "peak memory (GiB)"]
+    columns = _columns(groups)
+    names = [_head("loss"), *(_head(name) + _samples(n) for name, n, _ in columns)]
+    unit = "sequences" if groups[0].is_text else "images"
+    header = ["group", "runs", "state", *names, "training time (s)", f"{unit} a second (median)", "peak memory (GiB)"]
     table = []
-    for group, rows in zip(groups, newest, strict=True):
+    for index, group in enumerate(groups):
         losses = [run.metrics[-1]["loss"] for run in group.runs if run.metrics and "loss" in run.metrics[-1]]
         cells: list[object] = [group, len(group.runs), _states(group), over_seeds(losses, len(group.runs))]
-        for name in metrics:
-            present = [row[name] for row in rows if name in row]
+        for name, _, newest in columns:
+            present = newest[index]
             interval = interval_of(present[0], name) if len(present) == 1 else None
             cells.append(over_seeds([row[name] for row in present], len(group.runs), interval))
         for cost in (_seconds, _rate, _memory):
@@ -98,10 +97,15 @@ def _head(name: str) -> str:
     return f"{title} {suffix}".strip()
 
 
-def _samples(counts: Sequence[object]) -> str:
+def _columns(groups: Sequence[Group]) -> list[tuple[str, float | None, list[list[dict[str, Any]]]]]:
+    """Every metric of evaluations, its n, and the newest rows of every group; a column for each n."""
+    names = dict.fromkeys(evaluations(groups, False) + evaluations(groups, True))
+    return [(name, n, rows) for name in names for n, rows in by_samples(groups, name).items()]
+
+
+def _samples(n: float | None) -> str:
     """The number of test samples behind a column."""
-    known = sorted({count for count in map(number, counts) if count is not None})
-    return "" if not known else f", n = {known[0]:g}" + (f" to {known[-1]:g}" if len(known) > 1 else "")
+    return "" if n is None else f", n = {n:g}"
 
 
 def _states(group: Group) -> str:
@@ -139,11 +143,12 @@ def deltas(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
     first, *others = groups
     header = ["group", "metric", first.label, "this group", "difference", "95% interval", "method"]
     rows: list[list[object]] = []
-    for name in dict.fromkeys(evaluations(groups, False) + evaluations(groups, True)):
-        before, wilson = _values(first, name)
-        for group in others:
-            after, other_wilson = _values(group, name)
-            counts = [row[name].get("n") for g in (first, group) for row in map(newest_rows, g.runs) if name in row]
+    for name, n, (of_first, *of_others) in _columns(groups):
+        if ON_CHANGED_DATA in name:  # the data of two runs may have changed differently
+            continue
+        before, wilson = _values(of_first, name)
+        for group, newest in zip(others, of_others, strict=True):
+            after, other_wilson = _values(newest, name)
             delta = difference(before, after, (wilson, other_wilson))
             if delta is not None:
                 cells = [over_seeds(before, 0, wilson), over_seeds(after, 0, other_wilson)]
@@ -151,7 +156,7 @@ def deltas(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
                 rows.append(
                     [
                         group,
-                        _head(name) + _samples(counts),
+                        _head(name) + _samples(n),
                         *cells,
                         (delta.value, f"{delta.value:+{_digits(delta.interval) if delta.interval else '.4g'}}"),
                         ends,
@@ -161,9 +166,8 @@ def deltas(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
     return header, rows
 
 
-def _values(group: Group, name: str) -> tuple[list[float], Interval | None]:
-    """The newest finite values of a metric over the runs of a group, and the interval if there is one value."""
-    rows = [row[name] for run in group.runs if name in (row := newest_rows(run))]
+def _values(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[float], Interval | None]:
+    """The finite values of a metric in the rows of a group, and the interval if there is one value."""
     values = [value for row in rows if (value := number(row[name])) is not None and math.isfinite(value)]
     return values, interval_of(rows[0], name) if len(values) == len(rows) == 1 else None
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from unskip.report._charts import BEYOND, mean_and_std
 from unskip.report._intervals import Interval, of_mean
-from unskip.report._names import evaluations, newest_rows, title_and_unit
+from unskip.report._names import by_samples, evaluations, title_and_unit
 from unskip.report._read import Group, by_recipe
-from unskip.report._rows import interval_of, number
+from unskip.report._rows import ON_CHANGED_DATA, interval_of, number
 
 MOST = 3  # figures per recipe at the top of a page
 
@@ -56,7 +56,7 @@ def summaries(groups: Sequence[Group], most: int) -> list[Dots]:
     for recipe, members in recipes.items():
         names = evaluations(members, False) + evaluations(members, True)
         names.sort(key=lambda name: "fraction" not in title_and_unit(name)[1])  # stable
-        figures = [of_groups(members, name) for name in dict.fromkeys(names)]
+        figures = [of_groups(members, name) for name in dict.fromkeys(names) if ON_CHANGED_DATA not in name]
         if len(recipes) > 1:
             figures = [replace(d, name=f"{recipe}-{d.name}", title=f"{d.title} ({recipe})") for d in figures]
         summary += [dots for dots in figures if len(dots.columns) > 1][:MOST]
@@ -64,18 +64,18 @@ def summaries(groups: Sequence[Group], most: int) -> list[Dots]:
 
 
 def of_groups(groups: Sequence[Group], name: str) -> Dots:
-    """A metric by group, without groups that lack it and values too large for an axis."""
+    """A metric by group, without groups that lack it and values too large for an axis.
+
+    Where groups were evaluated on different numbers of samples, n is that of most groups.
+    """
     title, unit = title_and_unit(name)
     columns: list[Column] = []
-    counts: set[float | None] = set()
-    for group in groups:
-        rows = [row[name] for row in map(newest_rows, group.runs) if name in row]
+    samples, newest = max(by_samples(groups, name).items(), key=lambda item: (sum(map(bool, item[1])), item[0] or 0.0))
+    for group, rows in zip(groups, newest, strict=True):
         values = [value for row in rows if (value := number(row[name])) is not None and abs(value) < BEYOND]
         if values:
-            counts |= {number(row.get("n")) for row in rows}
             ends = interval_of(rows[0], name) if len(rows) == 1 else _of_mean(values, "fraction" in unit)
             columns.append(Column(group.label, group.place, tuple(values), mean_and_std(values)[0], ends))
-    samples = counts.pop() if len(counts) == 1 else None
     return Dots(f"result-{name}", title if samples is None else f"{title}, n = {samples:g}", unit, tuple(columns))
 
 

@@ -21,6 +21,7 @@ from unskip.report._charts import Chart
 from unskip.report._dots import Dots, summaries
 from unskip.report._names import evaluations, of_loss
 from unskip.report._read import Group, Run, by_recipe
+from unskip.report._rows import ON_CHANGED_DATA
 from unskip.report._svg import inline
 from unskip.report._tables import FORMATS
 from unskip.report._text import clean, short, slug, words
@@ -112,8 +113,13 @@ def _results(groups: Sequence[Group]) -> list[Part]:
         note += "Mean ± standard deviation over the runs of a group, which differ only in their seed. "
     repeats = [group.label for group in groups if group.repeats]
     note += f"Some runs of {words(repeats)} have the same seed. " if repeats else ""
-    if any(row.get("intervals") for group in groups for run in group.runs for row in run.evals):
+    evaluated = [(group, row) for group in groups for run in group.runs for row in run.evals]
+    if any(row.get("intervals") for group, row in evaluated if not group.is_text):
         note += "Brackets, one run: 95% Wilson interval over its n test samples. "
+    if any(row.get("intervals") for group, row in evaluated if group.is_text):
+        note += "Brackets, one language model: 95% interval over documents, or over its n sequences if they are few. "
+    if any(ON_CHANGED_DATA in name for _, row in evaluated for name in row):
+        note += "On changed data: the run's data had changed since it began; these values compare with no others. "
     if any(len(group.runs) > 1 for group in groups):
         note += "Brackets, several runs: 95% interval of their mean (Student's t). "
     note += f"The last {more} groups are grey in the figures." if (more := len(groups) - _style.SHOWN) > 0 else ""
@@ -134,7 +140,11 @@ def _differences(groups: Sequence[Group]) -> list[Part]:
         parts += [{"title": title, "lines": lines}, table] if lines or rows else []
     if parts:
         note = "Newcombe: interval over test samples, for two single runs. Welch: interval over seeds. "
-        parts.append({"note": note + "A difference whose interval contains 0 may be chance."})
+        note += "A difference whose interval contains 0 may be chance. "
+        differ = {name for members in recipes.values() for name in compare.differences(members)[0]}
+        note += "Results on different data do not compare. " if "data" in differ else ""
+        note += "Between tokenizers only bits per byte compare. " if "tokenizer" in differ else ""
+        parts.append({"note": note.strip()})
     return parts
 
 
@@ -166,8 +176,8 @@ def _training(groups: Sequence[Group]) -> list[Chart]:
     charts: list[Chart] = []
     for recipe, members in recipes.items():
         names = evaluations(members, False)
-        # Without a kNN evaluation this adds a chart without data, which is listed as missing.
-        names += [] if any(name.startswith("knn") for name in names) else ["knn20"]
+        # Without a kNN evaluation of images this adds a chart without data, which is listed as missing.
+        names += [] if members[0].is_text or any(name.startswith("knn") for name in names) else ["knn20"]
         of_recipe = [_charts.over_steps(members, name) for name in ("loss", *of_loss(members))]
         of_recipe += [_charts.evaluated(members, name) for name in names]
         if len(recipes) > 1:
@@ -179,7 +189,8 @@ def _training(groups: Sequence[Group]) -> list[Chart]:
 
 def _depth(groups: Sequence[Group]) -> list[Chart]:
     names = evaluations(groups, True)
-    always = {"knn": "knn20", "probe": "probe_lbfgs", "rank": "rank"}
+    images = any(not group.is_text for group in groups)
+    always = {"knn": "knn20", "probe": "probe_lbfgs", "rank": "rank"} if images else {}
     names += [name for kind, name in always.items() if not any(n.startswith(kind) for n in names)]
     charts = [_charts.over_depth(groups, name) for name in names]
     return charts + [_charts.measured(groups, name) for name in ("echo", "high_frequency", "token_rank", "norm")]
@@ -195,7 +206,7 @@ def _chart(chart: Chart) -> Part:
     if any(std for line in chart.lines for std in line.std):
         note.append("Bands: one standard deviation over seeds.")
     if any(ends and std is None for line in chart.lines for ends, std in zip(line.interval, line.std, strict=True)):
-        note.append("Bands of single runs: 95% Wilson interval over test samples.")
+        note.append("Bands of single runs: 95% interval over test samples.")
     if len(chart.lines) > _style.SHOWN:
         note.append(f"Groups after the first {_style.SHOWN} are grey.")
     return _figure(chart, inline(draw(chart), chart.name, chart.alt()), " ".join(note))

@@ -98,6 +98,11 @@ class Group:
         return self.runs[0].config
 
     @property
+    def is_text(self) -> bool:
+        """Whether its runs are language models."""
+        return self.recipe == "lm"
+
+    @property
     def repeats(self) -> bool:
         """Whether several of its runs have the same seed."""
         return len({json.dumps(run.seed, default=str) for run in self.runs}) < len(self.runs)

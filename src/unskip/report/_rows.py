@@ -17,6 +17,9 @@ LABELS = (
     *("n", "intervals", "preprocess", "sampler", "steps", "cfg", "tolerance", "extractor"),
 )
 OF_CLASS_TOKENS = " of class tokens"
+ON_CHANGED_DATA = " on changed data"
+ON_SPLIT = {"val": " on the validation split", "test": " on the test split"}
+_BY_SPLIT = ("loss", "accuracy", "bits_per_byte", "perplexity", "next_token_accuracy")  # training logs test_loss, ...
 _OF_BLOCK = re.compile(r"([a-z]+)_block_(\d{1,4})")  # such as rank_block_3, which self-distillation logs
 
 
@@ -73,8 +76,9 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 def evaluations(row: dict[str, Any], split: str) -> list[dict[str, Any]]:
     """A row of evals.jsonl: numbers as floats, the block as an integer or None, the rest unchanged.
 
-    Metrics get a suffix if they were computed on class tokens, on another split than the run's `split`, at a noise
-    level, or with changes to the protocol. Metrics of several blocks in one row become a row each.
+    Metrics get a suffix if they were computed on class tokens, on another split than the run's `split`, on data that
+    had changed since the run began, at a noise level, or with changes to the protocol. Metrics of several blocks in one
+    row become a row each.
     """
     suffix = _suffix(row, split)
     labels: dict[str, Any] = {name: row[name] for name in LABELS if name in row}
@@ -106,9 +110,9 @@ def _name(name: str) -> str:
 
 
 def _model_metric(name: str, row: Mapping[str, Any]) -> str:
-    """The name of a metric. Loss and accuracy are prefixed with their split, as training logs them."""
+    """The name of a metric, with the prefix that training gives those of the whole model, such as test_loss."""
     split = row.get("split")
-    return f"{split}_{name}" if name in ("loss", "accuracy") and split in ("val", "test") else _name(name)
+    return f"{split}_{name}" if name in _BY_SPLIT and split in ("val", "test") else _name(name)
 
 
 def _integer(value: object) -> int | None:
@@ -121,9 +125,9 @@ def _suffix(row: dict[str, Any], own_split: str) -> str:
     time, count, cfg = (number(row.get(name)) for name in ("time", "n", "cfg"))
     split, precision = row.get("split"), row.get("precision")
     parts = [OF_CLASS_TOKENS if row.get("pool") == "cls" else ""]
-    parts.append(
-        {"val": " on held-out images", "test": " on test images"}.get(str(split), "") if split != own_split else ""
-    )
+    parts.append(ON_SPLIT.get(str(split), "") if split != own_split else "")
+    # In other rows "data" is the name of the files with masks and boxes.
+    parts.append(ON_CHANGED_DATA if str(row.get("data")).startswith("changed since") else "")
     parts.append(f" at time {time:g}" if time is not None else "")
     parts.append(f" of {count:g} samples" if count is not None and "sampler" in row else "")
     parts.append(_drawn(row))
