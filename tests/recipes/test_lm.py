@@ -209,6 +209,53 @@ def test_a_model_from_a_python_file_trains_and_samples(tmp_path: Path) -> None:
     assert len(sample_text(trained, "the", length=5, write=False, temperature=0).texts[0]) <= 5
 
 
+MIXED = """
+import torch
+from torch import nn
+
+
+class Mixed(nn.Module):
+    def __init__(self, left, start):
+        super().__init__()
+        self.left = left
+        self.embed, self.head = nn.Embedding(257, 16), nn.Linear(16, 257)
+        self.conv, self.gate = nn.Conv1d(16, 16, 3), nn.Parameter(torch.tensor(float(start)))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        padded = nn.functional.pad(x.mT, (self.left, 2 - self.left))
+        return self.head(x + self.gate * self.conv(padded).mT)
+
+
+def same():
+    return Mixed(1, 1)
+
+
+def hidden():
+    return Mixed(1, 0)
+
+
+def causal():
+    return Mixed(2, 0)
+"""
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mixed.py").write_text(MIXED)
+    for name in ("same", "hidden"):  # the branch of the second starts at zero
+        with pytest.raises(BadInput, match=r"Mixed is not causal: its logits at token 30 .* from token 31 on"):
+            train(tmp_path, model=f"{tmp_path / 'mixed.py'}:{name}", model_args="")
+    task, _ = build_task(config(tmp_path, model=f"{tmp_path / 'mixed.py'}:causal", model_args=""))
+    assert not task.model.gate.any()  # restored after the check
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64, "intermediate_size": 32}
+    BertLMHeadModel(BertConfig(vocab_size=300, hidden_size=16, **sizes)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(BadInput, match=r"BertLMHeadModel is not causal.*add is_decoder=true to model_args"):
+        train(tmp_path, model=f"hf:{tmp_path / 'bert'}", model_args="")
+    build_task(config(tmp_path, model=f"hf:{tmp_path / 'bert'}", model_args="is_decoder=true"))
+
+
 def test_training_starts_from_the_weights_of_another_run(tmp_path: Path) -> None:
     first = train(tmp_path, "first", shortcut="cut").folder
     task, _ = build_task(config(tmp_path, weights=str(first)))

@@ -24,6 +24,7 @@ from unskip.evals import token_logits
 from unskip.recipes._causal import architecture, build_causal, check_kind, pretrained_weights
 from unskip.recipes._config import Config
 from unskip.recipes._data import evaluated_split
+from unskip.recipes._lm_causal import check_causal
 from unskip.recipes._models import arguments_of, built
 from unskip.recipes._objective import Facts, Objective
 from unskip.recipes._online import Online
@@ -180,6 +181,7 @@ class NextToken(Objective):
             raise BadInput(f"{config.model}: its forward fails: {brief(error)}; change its model_args") from error
         if shape[-1] < self.tokenizer.size:
             raise BadInput(f"{config.model}: {shape[-1]} logits, and the tokenizer has {self.tokenizer.size} ids")
+        check_causal(model, config.model, sample[:1], self.tokenizer.size)
         self.initialise(model, sample[:8])
         return []
 
