@@ -149,6 +149,9 @@ def test_kinds_with_a_padding_token_or_without_heads_are_built(tmp_path: Path) -
     ):  # their default padding tokens are 0, 1 and 32000, or they lack num_heads
         task, _ = build_task(config(tmp_path, model=kind))
         assert all(each.padding_idx is None for each in task.model.modules() if isinstance(each, nn.Embedding))
+    task, _ = build_task(config(tmp_path, model="modernbert-decoder"))  # has a padding token, beyond those of the text
+    assert task.model.config.pad_token_id >= 257
+    build_task(config(tmp_path, model="gpt_neox"))  # is_decoder=False, and causal
     task, _ = build_task(config(tmp_path, model="mamba", model_args="hidden_size=32,num_hidden_layers=1"))
     assert type(task.model).__name__ == "MambaForCausalLM"
 
@@ -287,6 +290,10 @@ def test_a_model_from_a_folder_keeps_its_vocabulary(tmp_path: Path) -> None:
     [
         ({"model": "gtp2"}, "nearest: gpt2"),
         ({"model": "bert-base"}, "it is a kind of language model"),
+        ({"model": "bert"}, "bert is an encoder: add is_decoder=true to model_args, or take a decoder-only kind"),
+        ({"model": "roberta", "model_args": ""}, "roberta is an encoder: add is_decoder=true"),
+        ({"model": "bart"}, "bart is an encoder with a decoder; take a decoder-only kind"),
+        ({"model": "mamba"}, "no field 'num_attention_heads'.*by default the sizes of the preset"),
         ({"model_args": "hidden_sice=3"}, "nearest: hidden_size"),
         ({"model_args": "hidden_size=30,num_attention_heads=4"}, "not divided evenly by 4 heads"),
         ({"context": 0}, "at least one token"),

@@ -118,7 +118,7 @@ class NextToken(Objective):
         if config.online_sequences < 1:
             raise BadInput(f"online_sequences is {config.online_sequences!r}; give at least 1")
         if not is_file(config.model):
-            check_kind(config.model)
+            check_kind(config.model, arguments_of(config.model_args))
         if config.pretrained and config.weights is not None:
             raise BadInput("pretrained and weights both set the initial weights; leave one of them out")
 
