@@ -243,6 +243,15 @@ def causal():
 """
 
 
+def test_a_model_with_too_few_ids_is_refused_by_the_name_of_its_embedding(tmp_path: Path) -> None:
+    (tmp_path / "few.py").write_text(FILE.replace("nn.Embedding(257", "nn.Embedding(256"))  # no end of a document
+    with pytest.raises(BadInput, match=r"few.py:tiny: embed has 256 embeddings and gets id 256: .* has 257 ids"):
+        train(tmp_path, model=f"{tmp_path / 'few.py'}:tiny", model_args="")
+    (tmp_path / "rows.py").write_text(FILE.replace("self.embed(ids)", "self.embed.weight[ids + 1]"))
+    with pytest.raises(BadInput, match=r"its forward fails: IndexError: .*; change its model_args"):
+        train(tmp_path, model=f"{tmp_path / 'rows.py'}:tiny", model_args="")
+
+
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mixed.py").write_text(MIXED)
     for name in ("same", "hidden"):  # the branch of the second starts at zero

@@ -8,6 +8,8 @@ next step. Here models such as GPT-2, Llama, Mistral and Qwen train on the user'
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from torch.nn import functional as F
 
 from unskip._words import brief
 from unskip.data import TextFeed, TextSet, Tokenizer, open_text, open_tokenizer
-from unskip.errors import BadInput
+from unskip.errors import BadInput, UnskipError
 from unskip.evals import token_logits
 from unskip.recipes._causal import architecture, build_causal, check_kind, pretrained_weights
 from unskip.recipes._config import Config
@@ -174,11 +176,17 @@ class NextToken(Objective):
             if (wiring := find_wiring(other)) is not None:
                 wiring.undo()  # the skips follow from the config, not from the weights
             _copy(model, other.state_dict(), config.weights)
+        largest = sample[:1].clone()
+        largest[:, -1] = self.tokenizer.size - 1
+        sizes = f"the tokenizer has {self.tokenizer.size} ids, the context {config.context} tokens"
         try:
-            with torch.no_grad():
-                shape = token_logits(model, model(sample[:1])).shape
-        except RuntimeError as error:  # inconsistent sizes
-            raise BadInput(f"{config.model}: its forward fails: {brief(error)}; change its model_args") from error
+            with torch.no_grad(), _checked_embeddings(model, sizes):
+                shape = token_logits(model, model(largest)).shape
+        except UnskipError as error:
+            raise BadInput(f"{config.model}: {error}") from error
+        except Exception as error:  # inconsistent sizes, and whatever a forward raises
+            what = f"{type(error).__name__}: {brief(error)}"
+            raise BadInput(f"{config.model}: its forward fails: {what}; change its model_args ({sizes})") from error
         if shape[-1] < self.tokenizer.size:
             raise BadInput(f"{config.model}: {shape[-1]} logits, and the tokenizer has {self.tokenizer.size} ids")
         check_causal(model, config.model, sample[:1], self.tokenizer.size)
@@ -205,6 +213,28 @@ class NextToken(Objective):
 def tokenizer_of(checkpoint: Path) -> Tokenizer:
     """The tokenizer of a checkpoint."""
     return open_tokenizer(checkpoint if (checkpoint / "tokenizer.json").is_file() else "bytes")
+
+
+@contextlib.contextmanager
+def _checked_embeddings(model: nn.Module, sizes: str) -> Iterator[None]:
+    """Raises BadInput where an embedding has too few rows; a GPU would stop with an error that names no module."""
+
+    def check(path: str, module: nn.Embedding, ids: Tensor) -> None:
+        if ids.numel() and (most := int(ids.max())) >= module.num_embeddings:
+            raise BadInput(f"{path} has {module.num_embeddings} embeddings and gets id {most}: give it more ({sizes})")
+
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, path=path: check(path, module, (*args, *kwargs.values())[0]), with_kwargs=True
+        )
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _copy(model: nn.Module, weights: dict[str, Any], source: str) -> None:
