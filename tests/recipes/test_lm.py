@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,32 @@ def hidden():
 def causal():
     return Mixed(2, 0)
 """
+
+
+def tokenizer(file: Path, words: str) -> Path:
+    """A tokenizer of the words of TEXT, with ids in the order of `words`, and spaces as in SentencePiece."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    ids = {token: index for index, token in enumerate([*(f"\u2581{word}" for word in words.split()), "<unk>", "</s>"])}
+    made = tokenizers.Tokenizer(models.WordLevel(ids, "<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.save(str(file))
+    return file
+
+
+def test_a_run_uses_its_own_copy_of_the_tokenizer(tmp_path: Path) -> None:
+    file = tokenizer(tmp_path / "words.json", "the number and its square")
+    run = train(tmp_path, tokenizer=str(file), checkpoint_every=3, batch=4, context=16).folder
+    bits = unskip.recipes.evaluate_run(run, ["bits-per-byte-v1"])[1][0].values["bits_per_byte"]
+    tokenizer(file, "square its and number the")  # other ids
+    assert unskip.recipes.evaluate_run(run, ["bits-per-byte-v1"])[1][0].values["bits_per_byte"] == bits
+    file.unlink()
+    assert unskip.recipes.evaluate_run(run, ["bits-per-byte-v1"])[1][0].values["bits_per_byte"] == bits
+    last = RunFolder(run).last_checkpoint()
+    assert last is not None
+    shutil.rmtree(last[1])
+    assert unskip.resume(run, quiet=True).step == 6
 
 
 def test_a_model_with_too_few_ids_is_refused_by_the_name_of_its_embedding(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,10 @@ from unskip.recipes._online import Online
 from unskip.recipes._registry import Preset, Recipe, register
 from unskip.recipes._saved import load
 from unskip.spec import is_file
-from unskip.training import Evaluation
+from unskip.training import Evaluation, RunFolder
 from unskip.wiring import find_wiring, save
 
+_TOKENIZER = "tokenizer.json"  # in a checkpoint, unless tokens are bytes
 _FOR_BASELINE = 2**24  # number of tokens for counting frequencies
 
 
@@ -71,6 +72,11 @@ class Lm(Config):
 
     def sizes_fit(self, model: str) -> bool:
         return not model.startswith("hf:") and not is_file(model)  # without them some kinds have 7 billion parameters
+
+    def resumed(self, run: RunFolder) -> Lm:
+        """With the tokenizer in the last checkpoint: the original file may have changed."""
+        last = run.last_checkpoint()
+        return replace(self, tokenizer=str(last[1])) if last is not None and (last[1] / _TOKENIZER).is_file() else self
 
 
 _SMALL = "hidden_size=384,num_hidden_layers=6,num_attention_heads=6"
@@ -212,7 +218,7 @@ class NextToken(Objective):
 
 def tokenizer_of(checkpoint: Path) -> Tokenizer:
     """The tokenizer of a checkpoint."""
-    return open_tokenizer(checkpoint if (checkpoint / "tokenizer.json").is_file() else "bytes")
+    return open_tokenizer(checkpoint if (checkpoint / _TOKENIZER).is_file() else "bytes")
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
     with with_plugins(folder.plugins, trust):
         config: Any = from_dict(folder.config)
         parse(config.shortcut)
+    config = config.resumed(folder)
     if device is not None:
         config = replace(config, device=device)
     if ".py:" in config.model and not trust:
