@@ -35,6 +35,12 @@ def train(folder: Path, name: str = "run", **fields: Any) -> Any:
     return unskip.train(config(folder, **fields), folder / name, quiet=True)
 
 
+def last_checkpoint(run: Path) -> Path:
+    last = RunFolder(run).last_checkpoint()
+    assert last is not None
+    return last[1]
+
+
 def weights(run: Path) -> dict[str, Any]:
     return dict(unskip.load(run).state_dict())
 
@@ -69,7 +75,7 @@ def test_every_kind_learns_and_opens_from_its_folder_alone(tmp_path: Path, kind:
     later = ids.clone()
     later[:, 20] = (later[:, 20] + 1) % 257
     assert torch.equal(model(later).logits[:, :20], logits[:, :20])  # causal
-    again: Any = unskip.load(RunFolder(outcome.folder).last_checkpoint()[1])  # type: ignore[index]
+    again: Any = unskip.load(last_checkpoint(outcome.folder))
     assert type(again) is type(model)
 
 
@@ -203,8 +209,14 @@ def tiny(width=16):
 
 def test_a_model_from_a_python_file_trains_and_samples(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(FILE)
-    fields = {"model": f"{tmp_path / 'tiny.py'}:tiny", "model_args": "width=8", "shortcut": "cut"}
-    run = train(tmp_path, **fields).folder
+    fields = {"model": f"{tmp_path / 'tiny.py'}:tiny", "model_args": "width=8"}
+    run = train(tmp_path, "kept", **fields).folder
+    assert len(unskip.audit(unskip.load(run, trust=True))) == 2
+    assert len(unskip.audit(unskip.load(last_checkpoint(run), trust=True))) == 2
+    for command in (["audit"], ["measure", "--jacobians", "off"], ["absorb"]):
+        code, _, errors = unskip_in(tmp_path, command[0], str(run), "--trust", *command[1:])
+        assert code == 0, errors
+    run = train(tmp_path, **fields, shortcut="cut").folder
     with pytest.raises(BadInput, match="trust=True"):
         unskip.load(run)
     model = unskip.load(run, trust=True)
@@ -264,9 +276,7 @@ def test_a_run_uses_its_own_copy_of_the_tokenizer(tmp_path: Path) -> None:
     assert unskip.recipes.evaluate_run(run, ["bits-per-byte-v1"])[1][0].values["bits_per_byte"] == bits
     file.unlink()
     assert unskip.recipes.evaluate_run(run, ["bits-per-byte-v1"])[1][0].values["bits_per_byte"] == bits
-    last = RunFolder(run).last_checkpoint()
-    assert last is not None
-    shutil.rmtree(last[1])
+    shutil.rmtree(last_checkpoint(run))
     assert unskip.resume(run, quiet=True).step == 6
 
 

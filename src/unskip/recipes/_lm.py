@@ -34,7 +34,7 @@ from unskip.recipes._registry import Preset, Recipe, register
 from unskip.recipes._saved import load
 from unskip.spec import is_file
 from unskip.training import Evaluation, RunFolder
-from unskip.wiring import find_wiring, save
+from unskip.wiring import about, find_wiring, save
 
 _TOKENIZER = "tokenizer.json"  # in a checkpoint, unless tokens are bytes
 _FOR_BASELINE = 2**24  # number of tokens for counting frequencies
@@ -170,7 +170,7 @@ class NextToken(Objective):
         return {"spec": config.model, "kwargs": arguments_of(config.model_args)} if is_file(config.model) else None
 
     def save(self, model: nn.Module, facts: Facts, folder: Path) -> None:
-        save(model, folder, self.builder(facts))
+        save(model, folder, self.builder(facts), about(model) | {"tokens": facts.tokens})
         self.tokenizer.save(folder)
 
     def start(self, model: nn.Module, sample: Tensor) -> list[str]:

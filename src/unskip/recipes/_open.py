@@ -75,6 +75,8 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
     record = {"run": run_facts(folder.config, step, folder.read("evals.jsonl"))}
     if folder.preprocess is not None:
         record["preprocess"] = folder.preprocess
+    if facts.vocabulary:
+        record["tokens"] = facts.tokens
     for module in (model, encoder):
         about(module).update(record)
     return Trained(folder, config, facts, objective, model, encoder, step)
