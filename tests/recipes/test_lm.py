@@ -280,6 +280,15 @@ def test_a_run_uses_its_own_copy_of_the_tokenizer(tmp_path: Path) -> None:
     assert unskip.resume(run, quiet=True).step == 6
 
 
+def test_a_continuation_keeps_the_space_after_its_prompt(tmp_path: Path) -> None:
+    words = "the number and its square "
+    (tmp_path / "words.txt").write_text(words * 400)
+    file = tokenizer(tmp_path / "words.json", words)
+    fields = {"data": str(tmp_path / "words.txt"), "tokenizer": str(file), "steps": 30, "lr": 1e-2}
+    run = train(tmp_path, **fields).folder
+    assert sample_text(run, "the number", length=3, temperature=0, write=False).texts == [" and its square"]
+
+
 def test_a_model_with_too_few_ids_is_refused_by_the_name_of_its_embedding(tmp_path: Path) -> None:
     (tmp_path / "few.py").write_text(FILE.replace("nn.Embedding(257", "nn.Embedding(256"))  # no end of a document
     with pytest.raises(BadInput, match=r"few.py:tiny: embed has 256 embeddings and gets id 256: .* has 257 ids"):

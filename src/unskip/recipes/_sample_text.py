@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from unskip import _checks
 from unskip._modes import evaluating
+from unskip.data import Tokenizer
 from unskip.errors import BadInput
 from unskip.evals import autocast, token_logits
 from unskip.recipes._causal import takes_cache
@@ -85,7 +86,8 @@ def sample_text(
                 break
     rows = torch.stack(drawn, 1).tolist()
     end = tokenizer.end
-    texts = [tokenizer.decode(row[: row.index(end)] if end in row else row) for row in rows]
+    before = prompt_ids if prompt else []
+    texts = [_after(tokenizer, before, row[: row.index(end)] if end in row else row) for row in rows]
     seconds = time.perf_counter() - start
     file = None
     if write:
@@ -95,6 +97,13 @@ def sample_text(
         shown = [f"--- {index}\n{prompt}{text}" for index, text in enumerate(texts)]
         file.write_text("\n".join([json.dumps(about), *shown]) + "\n", encoding="utf-8")
     return TextSamples(prompt, texts, len(drawn) * n, seconds, file)
+
+
+def _after(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """The text of ids after those of a prompt: decoded together, as some tokenizers drop the first space of a text."""
+    before = tokenizer.decode(prompt)
+    whole = tokenizer.decode([*prompt, *ids])
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids)
 
 
 def continued(
