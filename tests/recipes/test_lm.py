@@ -289,6 +289,13 @@ def test_a_continuation_keeps_the_space_after_its_prompt(tmp_path: Path) -> None
     assert sample_text(run, "the number", length=3, temperature=0, write=False).texts == [" and its square"]
 
 
+def test_samples_of_other_settings_are_kept(tmp_path: Path) -> None:
+    run = train(tmp_path, steps=1).folder
+    again = [sample_text(run, prompt, length=2).file for prompt in ("the", "number", "the")]
+    assert [file.name for file in again if file] == [f"step-1-text-seed0{end}.txt" for end in ("", "-2", "")]
+    assert sample_text(run, "the", length=3).file == tmp_path / "run" / "samples" / "step-1-text-seed0-3.txt"
+
+
 def test_a_model_with_too_few_ids_is_refused_by_the_name_of_its_embedding(tmp_path: Path) -> None:
     (tmp_path / "few.py").write_text(FILE.replace("nn.Embedding(257", "nn.Embedding(256"))  # no end of a document
     with pytest.raises(BadInput, match=r"few.py:tiny: embed has 256 embeddings and gets id 256: .* has 257 ids"):
