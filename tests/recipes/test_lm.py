@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def config(folder: Path, **fields: Any) -> Any:
 
 def train(folder: Path, name: str = "run", **fields: Any) -> Any:
     return unskip.train(config(folder, **fields), folder / name, quiet=True)
+
+
+def last_checkpoint(run: Path) -> Path:
+    last = RunFolder(run).last_checkpoint()
+    assert last is not None
+    return last[1]
 
 
 def weights(run: Path) -> dict[str, Any]:
@@ -68,7 +75,7 @@ def test_every_kind_learns_and_opens_from_its_folder_alone(tmp_path: Path, kind:
     later = ids.clone()
     later[:, 20] = (later[:, 20] + 1) % 257
     assert torch.equal(model(later).logits[:, :20], logits[:, :20])  # causal
-    again: Any = unskip.load(RunFolder(outcome.folder).last_checkpoint()[1])  # type: ignore[index]
+    again: Any = unskip.load(last_checkpoint(outcome.folder))
     assert type(again) is type(model)
 
 
@@ -149,6 +156,9 @@ def test_kinds_with_a_padding_token_or_without_heads_are_built(tmp_path: Path) -
     ):  # their default padding tokens are 0, 1 and 32000, or they lack num_heads
         task, _ = build_task(config(tmp_path, model=kind))
         assert all(each.padding_idx is None for each in task.model.modules() if isinstance(each, nn.Embedding))
+    task, _ = build_task(config(tmp_path, model="modernbert-decoder"))  # has a padding token, beyond those of the text
+    assert task.model.config.pad_token_id >= 257
+    build_task(config(tmp_path, model="gpt_neox"))  # is_decoder=False, and causal
     task, _ = build_task(config(tmp_path, model="mamba", model_args="hidden_size=32,num_hidden_layers=1"))
     assert type(task.model).__name__ == "MambaForCausalLM"
 
@@ -199,14 +209,116 @@ def tiny(width=16):
 
 def test_a_model_from_a_python_file_trains_and_samples(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(FILE)
-    fields = {"model": f"{tmp_path / 'tiny.py'}:tiny", "model_args": "width=8", "shortcut": "cut"}
-    run = train(tmp_path, **fields).folder
+    fields = {"model": f"{tmp_path / 'tiny.py'}:tiny", "model_args": "width=8"}
+    run = train(tmp_path, "kept", **fields).folder
+    assert len(unskip.audit(unskip.load(run, trust=True))) == 2
+    assert len(unskip.audit(unskip.load(last_checkpoint(run), trust=True))) == 2
+    for command in (["audit"], ["measure", "--jacobians", "off"], ["absorb"]):
+        code, _, errors = unskip_in(tmp_path, command[0], str(run), "--trust", *command[1:])
+        assert code == 0, errors
+    run = train(tmp_path, **fields, shortcut="cut").folder
     with pytest.raises(BadInput, match="trust=True"):
         unskip.load(run)
     model = unskip.load(run, trust=True)
     assert unskip.Wiring.of(model).alphas == [0.0, 0.0]
     trained = unskip.recipes.open_run(run, trust=True)
     assert len(sample_text(trained, "the", length=5, write=False, temperature=0).texts[0]) <= 5
+
+
+MIXED = """
+import torch
+from torch import nn
+
+
+class Mixed(nn.Module):
+    def __init__(self, left, start):
+        super().__init__()
+        self.left = left
+        self.embed, self.head = nn.Embedding(257, 16), nn.Linear(16, 257)
+        self.conv, self.gate = nn.Conv1d(16, 16, 3), nn.Parameter(torch.tensor(float(start)))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        padded = nn.functional.pad(x.mT, (self.left, 2 - self.left))
+        return self.head(x + self.gate * self.conv(padded).mT)
+
+
+def same():
+    return Mixed(1, 1)
+
+
+def hidden():
+    return Mixed(1, 0)
+
+
+def causal():
+    return Mixed(2, 0)
+"""
+
+
+def tokenizer(file: Path, words: str) -> Path:
+    """A tokenizer of the words of TEXT, with ids in the order of `words`, and spaces as in SentencePiece."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    ids = {token: index for index, token in enumerate([*(f"\u2581{word}" for word in words.split()), "<unk>", "</s>"])}
+    made = tokenizers.Tokenizer(models.WordLevel(ids, "<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.save(str(file))
+    return file
+
+
+def test_a_run_uses_its_own_copy_of_the_tokenizer(tmp_path: Path) -> None:
+    file = tokenizer(tmp_path / "words.json", "the number and its square")
+    run = train(tmp_path, tokenizer=str(file), checkpoint_every=3, batch=4, context=16).folder
+    bits = unskip.recipes.evaluate_run(run, ["bits-per-byte-v1"])[1][0].values["bits_per_byte"]
+    tokenizer(file, "square its and number the")  # other ids
+    assert unskip.recipes.evaluate_run(run, ["bits-per-byte-v1"])[1][0].values["bits_per_byte"] == bits
+    file.unlink()
+    assert unskip.recipes.evaluate_run(run, ["bits-per-byte-v1"])[1][0].values["bits_per_byte"] == bits
+    shutil.rmtree(last_checkpoint(run))
+    assert unskip.resume(run, quiet=True).step == 6
+
+
+def test_a_continuation_keeps_the_space_after_its_prompt(tmp_path: Path) -> None:
+    words = "the number and its square "
+    (tmp_path / "words.txt").write_text(words * 400)
+    file = tokenizer(tmp_path / "words.json", words)
+    fields = {"data": str(tmp_path / "words.txt"), "tokenizer": str(file), "steps": 30, "lr": 1e-2}
+    run = train(tmp_path, **fields).folder
+    assert sample_text(run, "the number", length=3, temperature=0, write=False).texts == [" and its square"]
+
+
+def test_samples_of_other_settings_are_kept(tmp_path: Path) -> None:
+    run = train(tmp_path, steps=1).folder
+    again = [sample_text(run, prompt, length=2).file for prompt in ("the", "number", "the")]
+    assert [file.name for file in again if file] == [f"step-1-text-seed0{end}.txt" for end in ("", "-2", "")]
+    assert sample_text(run, "the", length=3).file == tmp_path / "run" / "samples" / "step-1-text-seed0-3.txt"
+
+
+def test_a_model_with_too_few_ids_is_refused_by_the_name_of_its_embedding(tmp_path: Path) -> None:
+    (tmp_path / "few.py").write_text(FILE.replace("nn.Embedding(257", "nn.Embedding(256"))  # no end of a document
+    with pytest.raises(BadInput, match=r"few.py:tiny: embed has 256 embeddings and gets id 256: .* has 257 ids"):
+        train(tmp_path, model=f"{tmp_path / 'few.py'}:tiny", model_args="")
+    (tmp_path / "rows.py").write_text(FILE.replace("self.embed(ids)", "self.embed.weight[ids + 1]"))
+    with pytest.raises(BadInput, match=r"its forward fails: IndexError: .*; change its model_args"):
+        train(tmp_path, model=f"{tmp_path / 'rows.py'}:tiny", model_args="")
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mixed.py").write_text(MIXED)
+    for name in ("same", "hidden"):  # the branch of the second starts at zero
+        with pytest.raises(BadInput, match=r"Mixed is not causal: its logits at token 30 .* from token 31 on"):
+            train(tmp_path, model=f"{tmp_path / 'mixed.py'}:{name}", model_args="")
+    task, _ = build_task(config(tmp_path, model=f"{tmp_path / 'mixed.py'}:causal", model_args=""))
+    assert not task.model.gate.any()  # restored after the check
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64, "intermediate_size": 32}
+    BertLMHeadModel(BertConfig(vocab_size=300, hidden_size=16, **sizes)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(BadInput, match=r"BertLMHeadModel is not causal.*add is_decoder=true to model_args"):
+        train(tmp_path, model=f"hf:{tmp_path / 'bert'}", model_args="")
+    build_task(config(tmp_path, model=f"hf:{tmp_path / 'bert'}", model_args="is_decoder=true"))
 
 
 def test_training_starts_from_the_weights_of_another_run(tmp_path: Path) -> None:
@@ -240,6 +352,10 @@ def test_a_model_from_a_folder_keeps_its_vocabulary(tmp_path: Path) -> None:
     [
         ({"model": "gtp2"}, "nearest: gpt2"),
         ({"model": "bert-base"}, "it is a kind of language model"),
+        ({"model": "bert"}, "bert is an encoder: add is_decoder=true to model_args, or take a decoder-only kind"),
+        ({"model": "roberta", "model_args": ""}, "roberta is an encoder: add is_decoder=true"),
+        ({"model": "bart"}, "bart is an encoder with a decoder; take a decoder-only kind"),
+        ({"model": "mamba"}, "no field 'num_attention_heads'.*by default the sizes of the preset"),
         ({"model_args": "hidden_sice=3"}, "nearest: hidden_size"),
         ({"model_args": "hidden_size=30,num_attention_heads=4"}, "not divided evenly by 4 heads"),
         ({"context": 0}, "at least one token"),

@@ -6,7 +6,7 @@ from unskip.anatomy._blocks import Block, Blocks, block_indices, blocks_in, find
 from unskip.anatomy._correlation import CorrelationMap, correlation_map, mean_output
 from unskip.anatomy._describe import Kind
 from unskip.anatomy._droppath import drop_paths
-from unskip.anatomy._example import Example, example_for
+from unskip.anatomy._example import ABOUT, Example, example_for
 from unskip.anatomy._features import features, pool_tokens
 from unskip.anatomy._grid import patch_grid, patch_sides
 from unskip.anatomy._guard import refuse_wrapped, unwrapped
@@ -31,6 +31,7 @@ from unskip.anatomy._sites import Site, Survey, Unknown, named, survey
 from unskip.anatomy._trace import calls
 
 __all__ = [
+    "ABOUT",
     "ACTIVATIONS",
     "AUDIT_HEADER",
     "GRID",

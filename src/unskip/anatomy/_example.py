@@ -1,7 +1,8 @@
 """The arguments of one forward call: given, or inferred from the model.
 
-They are inferred from the configuration (timm, transformers, diffusers), an attribute (torchvision) or the class (a
-layer of torch.nn). Otherwise an example is required: a guess that happens to run could trace a different computation.
+They are inferred from the configuration (timm, transformers, diffusers), an attribute (torchvision), the class (a layer
+of torch.nn) or the run of a language model. Otherwise an example is required: a guess that happens to run could trace a
+different computation.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from unskip.errors import BadInput
 
 BATCH = 2
 TOKENS = 8
+ABOUT = "_unskip_about"  # attribute of a module: plain data about it
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def example_for(model: nn.Module, example: object = None) -> Example:
         return Example.of(example)
     maker = Maker(model)
     example = maker.torch_nn() or maker.timm() or maker.diffusers() or maker.transformers() or maker.torchvision()
+    example = example or maker.run()
     if example is None:
         if rewired_state(model) is None:
             refuse_wrapped(model)  # names the wrapper, if that is the cause
@@ -181,6 +184,11 @@ class Maker:
         if getattr(config, "guidance_embeds", False):
             arguments["guidance"] = torch.ones(BATCH, device=self.device, dtype=self.dtype)
         return Example((), arguments)
+
+    def run(self) -> Example | None:
+        """Ids of the vocabulary and context that a run of a language model records."""
+        tokens = vars(self.model).get(ABOUT, {}).get("tokens")
+        return None if tokens is None else Example((self.ids(tokens["vocabulary"], BATCH, tokens["context"]),))
 
     def transformers(self) -> Example | None:
         from unskip.anatomy._inputs import transformers_inputs

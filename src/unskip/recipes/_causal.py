@@ -23,10 +23,12 @@ from unskip._words import brief, nearest
 from unskip.errors import BadInput
 
 _MULTIPLE = 64  # vocabulary and MLP sizes are multiples: matrix products of other sizes are slow on GPUs
+_DECODERS = ("gpt_neox", "gpt_neox_japanese", "trocr")  # causal with is_decoder=False, too
+_INSTEAD = "take a decoder-only kind, such as gpt2, llama, mistral or qwen3"
 
 
-def check_kind(model: str) -> None:
-    """Raises BadInput if `model` is not a causal language model."""
+def check_kind(model: str, arguments: dict[str, Any]) -> None:
+    """Raises BadInput if `model` is not a decoder-only language model."""
     if model.startswith("hf:"):
         return
     kinds = _causal_kinds()
@@ -35,15 +37,26 @@ def check_kind(model: str) -> None:
             f"model is {model!r}{nearest(model, kinds)}; it is a kind of language model of transformers, such as gpt2, "
             "llama, mistral or qwen3, hf:NAME-or-FOLDER, or file.py:FUNCTION"
         )
+    default: Any = _config_of(model)
+    _check_no_encoder(model, default)
+    is_decoder = arguments.get("is_decoder", getattr(default, "is_decoder", True))
+    if not is_decoder and model not in _DECODERS:
+        raise BadInput(f"model {model} is an encoder: add is_decoder=true to model_args, or {_INSTEAD}")
 
 
 def architecture(model: str, arguments: dict[str, Any], vocabulary: int, context: int, end: int) -> dict[str, Any]:
     """The config of a model for a vocabulary and a context length, as plain data."""
     if model.startswith("hf:"):
         config = _named(model.removeprefix("hf:"), arguments)
+        _check_no_encoder(model, config)
         _check_room(model, config, vocabulary, context)
     else:
-        config = _of_kind(model, arguments, vocabulary, context, end)
+        try:
+            config = _of_kind(model, arguments, vocabulary, context, end)
+        except BadInput:
+            raise
+        except Exception as error:  # some configs differ by layer
+            raise BadInput(f"model {model}: {type(error).__name__}: {brief(error)}") from error
     config.use_cache = False  # for training; sampling turns it on
     return {"model_type": config.model_type, **json.loads(config.to_json_string(use_diff=False))}
 
@@ -51,8 +64,8 @@ def architecture(model: str, arguments: dict[str, Any], vocabulary: int, context
 def build_causal(described: dict[str, Any]) -> nn.Module:
     """A new model from the config that `architecture` describes, in float32, with torch's fused attention."""
     transformers = need("transformers")
-    config = transformers.CONFIG_MAPPING[described["model_type"]].from_dict(described)
     try:
+        config = transformers.CONFIG_MAPPING[described["model_type"]].from_dict(described)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # transformers raises many kinds for inconsistent fields
         raise BadInput(f"model {described['model_type']}: {type(error).__name__}: {brief(error)}") from error
@@ -96,6 +109,11 @@ def _named(name: str, arguments: dict[str, Any]) -> Any:
         raise BadInput(f"hf:{name}: {brief(error)}") from error
 
 
+def _check_no_encoder(model: str, config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise BadInput(f"model {model} is an encoder with a decoder; {_INSTEAD}")
+
+
 def _check_room(model: str, config: Any, vocabulary: int, context: int) -> None:
     if config.vocab_size < vocabulary:
         raise BadInput(
@@ -107,13 +125,25 @@ def _check_room(model: str, config: Any, vocabulary: int, context: int) -> None:
         raise BadInput(f"{model}: it has {positions} positions, and the context is {context}; shorten the context")
 
 
-def _of_kind(kind: str, arguments: dict[str, Any], vocabulary: int, context: int, end: int) -> Any:
+def _config_of(kind: str, **fields: Any) -> Any:
     cls: Any = need("transformers").CONFIG_MAPPING[kind]
-    default = cls()
+    try:
+        return cls(**fields)
+    except Exception as error:  # checks of transformers
+        where = "model_args: " if fields else ""
+        raise BadInput(f"{where}{cls.__name__}: {brief(error)}") from error
+
+
+def _of_kind(kind: str, arguments: dict[str, Any], vocabulary: int, context: int, end: int) -> Any:
+    default = _config_of(kind)
+    cls = type(default)
     fields = {*default.to_dict(), *default.attribute_map}
     unknown = sorted({*arguments} - fields)
     if unknown:
-        raise BadInput(f"model_args: {cls.__name__} has no field {unknown[0]!r}{nearest(unknown[0], fields)}")
+        raise BadInput(
+            f"model_args: {cls.__name__} has no field {unknown[0]!r}{nearest(unknown[0], fields)}; model_args "
+            "are fields of this config, by default the sizes of the preset"
+        )
     derived: dict[str, Any] = {
         name: 0.0 for name in fields if name.endswith(("_pdrop", "_dropout", "dropout_rate")) or name == "dropout"
     }
@@ -132,10 +162,11 @@ def _of_kind(kind: str, arguments: dict[str, Any], vocabulary: int, context: int
             derived[name] = value
     ends = {name: end for name in ("bos_token_id", "eos_token_id") if name in fields}
     derived |= {"vocab_size": -(-vocabulary // _MULTIPLE) * _MULTIPLE, "max_position_embeddings": context, **ends}
-    derived["pad_token_id"] = None  # no padding is used, and the embedding of a padding token would not be trained
-    try:
-        config = cls(**{**derived, **arguments})
-    except Exception as error:  # checks of transformers
-        raise BadInput(f"model_args: {cls.__name__}: {brief(error)}") from error
+    # No padding is used, and the embedding of a padding token would not be trained: there is none, or an unused one.
+    derived["pad_token_id"] = None
+    if "None" not in str(cls.__annotations__.get("pad_token_id")):  # modernbert-decoder
+        derived["vocab_size"] = -(-(vocabulary + 1) // _MULTIPLE) * _MULTIPLE
+        derived["pad_token_id"] = derived["vocab_size"] - 1
+    config = _config_of(kind, **{**derived, **arguments})
     _check_room(kind, config, vocabulary, context)
     return config

@@ -66,7 +66,7 @@ class Config:
         return False
 
     def resumed(self, run: RunFolder) -> Config:
-        """The config for resuming a run; may replace paths by ones inside the run folder."""
+        """The config for resuming or opening a run; may replace paths by ones inside the run folder."""
         return self
 
     def unused(self) -> dict[str, str]:

@@ -8,7 +8,9 @@ next step. Here models such as GPT-2, Llama, Mistral and Qwen train on the user'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,22 @@ from torch.nn import functional as F
 
 from unskip._words import brief
 from unskip.data import TextFeed, TextSet, Tokenizer, open_text, open_tokenizer
-from unskip.errors import BadInput
+from unskip.errors import BadInput, UnskipError
 from unskip.evals import token_logits
 from unskip.recipes._causal import architecture, build_causal, check_kind, pretrained_weights
 from unskip.recipes._config import Config
 from unskip.recipes._data import evaluated_split
+from unskip.recipes._lm_causal import check_causal
 from unskip.recipes._models import arguments_of, built
 from unskip.recipes._objective import Facts, Objective
 from unskip.recipes._online import Online
 from unskip.recipes._registry import Preset, Recipe, register
 from unskip.recipes._saved import load
 from unskip.spec import is_file
-from unskip.training import Evaluation
-from unskip.wiring import find_wiring, save
+from unskip.training import Evaluation, RunFolder
+from unskip.wiring import about, find_wiring, save
 
+_TOKENIZER = "tokenizer.json"  # in a checkpoint, unless tokens are bytes
 _FOR_BASELINE = 2**24  # number of tokens for counting frequencies
 
 
@@ -74,6 +78,11 @@ class Lm(Config):
 
     def sizes_fit(self, model: str) -> bool:
         return not model.startswith("hf:") and not is_file(model)  # without them some kinds have 7 billion parameters
+
+    def resumed(self, run: RunFolder) -> Lm:
+        """With the tokenizer in the last checkpoint: the original file may have changed."""
+        last = run.last_checkpoint()
+        return replace(self, tokenizer=str(last[1])) if last is not None and (last[1] / _TOKENIZER).is_file() else self
 
 
 _SMALL = "hidden_size=384,num_hidden_layers=6,num_attention_heads=6"
@@ -123,7 +132,7 @@ class NextToken(Objective):
         if config.online_sequences < 1:
             raise BadInput(f"online_sequences is {config.online_sequences!r}; give at least 1")
         if not is_file(config.model):
-            check_kind(config.model)
+            check_kind(config.model, arguments_of(config.model_args))
         if config.pretrained and config.weights is not None:
             raise BadInput("pretrained and weights both set the initial weights; leave one of them out")
 
@@ -167,7 +176,7 @@ class NextToken(Objective):
         return {"spec": config.model, "kwargs": arguments_of(config.model_args)} if is_file(config.model) else None
 
     def save(self, model: nn.Module, facts: Facts, folder: Path) -> None:
-        save(model, folder, self.builder(facts))
+        save(model, folder, self.builder(facts), about(model) | {"tokens": facts.tokens})
         self.tokenizer.save(folder)
 
     def start(self, model: nn.Module, sample: Tensor) -> list[str]:
@@ -179,13 +188,20 @@ class NextToken(Objective):
             if (wiring := find_wiring(other)) is not None:
                 wiring.undo()  # the skips follow from the config, not from the weights
             _copy(model, other.state_dict(), config.weights)
+        largest = sample[:1].clone()
+        largest[:, -1] = self.tokenizer.size - 1
+        sizes = f"the tokenizer has {self.tokenizer.size} ids, the context {config.context} tokens"
         try:
-            with torch.no_grad():
-                shape = token_logits(model, model(sample[:1])).shape
-        except RuntimeError as error:  # inconsistent sizes
-            raise BadInput(f"{config.model}: its forward fails: {brief(error)}; change its model_args") from error
+            with torch.no_grad(), _checked_embeddings(model, sizes):
+                shape = token_logits(model, model(largest)).shape
+        except UnskipError as error:
+            raise BadInput(f"{config.model}: {error}") from error
+        except Exception as error:  # inconsistent sizes, and whatever a forward raises
+            what = f"{type(error).__name__}: {brief(error)}"
+            raise BadInput(f"{config.model}: its forward fails: {what}; change its model_args ({sizes})") from error
         if shape[-1] < self.tokenizer.size:
             raise BadInput(f"{config.model}: {shape[-1]} logits, and the tokenizer has {self.tokenizer.size} ids")
+        check_causal(model, config.model, sample[:1], self.tokenizer.size)
         self.initialise(model, sample[:8])
         return []
 
@@ -208,7 +224,29 @@ class NextToken(Objective):
 
 def tokenizer_of(checkpoint: Path) -> Tokenizer:
     """The tokenizer of a checkpoint."""
-    return open_tokenizer(checkpoint if (checkpoint / "tokenizer.json").is_file() else "bytes")
+    return open_tokenizer(checkpoint if (checkpoint / _TOKENIZER).is_file() else "bytes")
+
+
+@contextlib.contextmanager
+def _checked_embeddings(model: nn.Module, sizes: str) -> Iterator[None]:
+    """Raises BadInput where an embedding has too few rows; a GPU would stop with an error that names no module."""
+
+    def check(path: str, module: nn.Embedding, ids: Tensor) -> None:
+        if ids.numel() and (most := int(ids.max())) >= module.num_embeddings:
+            raise BadInput(f"{path} has {module.num_embeddings} embeddings and gets id {most}: give it more ({sizes})")
+
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, path=path: check(path, module, (*args, *kwargs.values())[0]), with_kwargs=True
+        )
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _copy(model: nn.Module, weights: dict[str, Any], source: str) -> None:

@@ -49,6 +49,11 @@ class Facts:
     context: int = 0  # of text: tokens in a sequence
     architecture: dict[str, Any] | None = None  # config of a Hugging Face model, so that the hub is not needed again
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The ids that a language model takes, from which an example is made."""
+        return {"vocabulary": self.vocabulary, "context": self.context}
+
 
 @dataclass(frozen=True)
 class Progress:

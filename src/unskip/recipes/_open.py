@@ -43,6 +43,7 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
     with with_plugins(folder.plugins, trust):
         config: Any = from_dict(folder.config)
         parse(config.shortcut)
+    config = config.resumed(folder)
     if device is not None:
         config = replace(config, device=device)
     if ".py:" in config.model and not trust:
@@ -74,6 +75,8 @@ def open_run(out: str | Path, device: str | None = None, *, trust: bool = False)
     record = {"run": run_facts(folder.config, step, folder.read("evals.jsonl"))}
     if folder.preprocess is not None:
         record["preprocess"] = folder.preprocess
+    if facts.vocabulary:
+        record["tokens"] = facts.tokens
     for module in (model, encoder):
         about(module).update(record)
     return Trained(folder, config, facts, objective, model, encoder, step)

@@ -3,11 +3,12 @@
 The input is the last tokens, up to the context length. When that is full, the second half of the context is kept and
 grows again. The input is the same with and without cache, so both give the same text, up to rounding.
 
-RUN/samples/step-N-text-seed.txt    the texts and settings
+RUN/samples/step-N-text-seedS.txt    the settings and texts; samples of other settings go to ...-2.txt, ...-3.txt
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from unskip import _checks
 from unskip._modes import evaluating
+from unskip.data import Tokenizer
 from unskip.errors import BadInput
 from unskip.evals import autocast, token_logits
 from unskip.recipes._causal import takes_cache
@@ -85,16 +87,34 @@ def sample_text(
                 break
     rows = torch.stack(drawn, 1).tolist()
     end = tokenizer.end
-    texts = [tokenizer.decode(row[: row.index(end)] if end in row else row) for row in rows]
+    before = prompt_ids if prompt else []
+    texts = [_after(tokenizer, before, row[: row.index(end)] if end in row else row) for row in rows]
     seconds = time.perf_counter() - start
     file = None
     if write:
         about = {"step": trained.step, "prompt": prompt, "temperature": temperature, "top_k": top_k, "seed": seed}
-        file = trained.folder.path / "samples" / f"step-{trained.step}-text-seed{seed}.txt"
-        file.parent.mkdir(exist_ok=True)
+        header = json.dumps(about | {"n": n, "length": length, "precision": str(precision)})
+        file = _free(trained.folder.path / "samples", f"step-{trained.step}-text-seed{seed}", header)
         shown = [f"--- {index}\n{prompt}{text}" for index, text in enumerate(texts)]
-        file.write_text("\n".join([json.dumps(about), *shown]) + "\n", encoding="utf-8")
+        file.write_text("\n".join([header, *shown]) + "\n", encoding="utf-8")
     return TextSamples(prompt, texts, len(drawn) * n, seconds, file)
+
+
+def _after(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+    """The text of ids after those of a prompt: decoded together, as some tokenizers drop the first space of a text."""
+    before = tokenizer.decode(prompt)
+    whole = tokenizer.decode([*prompt, *ids])
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids)
+
+
+def _free(folder: Path, name: str, header: str) -> Path:
+    """The file of samples with these settings: name.txt, name-2.txt, ...; samples of other settings are kept."""
+    folder.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        file = folder / f"{name}{f'-{number}' if number > 1 else ''}.txt"
+        if not file.exists() or file.read_text(encoding="utf-8").partition("\n")[0] == header:
+            break
+    return file
 
 
 def continued(

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-_ABOUT = "_unskip_about"  # an attribute of the module, so that copies keep it
+from unskip.anatomy import ABOUT
 
 
 def about(model: nn.Module) -> dict[str, Any]:
-    """The plain data of a model: a mutable mapping of JSON values."""
-    data: dict[str, Any] = vars(model).setdefault(_ABOUT, {})
+    """The plain data of a model: a mutable mapping of JSON values, in an attribute, so that copies keep it."""
+    data: dict[str, Any] = vars(model).setdefault(ABOUT, {})
     return data
