@@ -155,15 +155,13 @@ def text_batch(
 def _text_config(folder: RunFolder, data: str | None) -> Lm:
     """The config of a language model, with the tokenizer of its checkpoint, for its own text or another one."""
     config = from_dict(folder.config)
-    last = folder.last_checkpoint()
     if not isinstance(config, Lm):
         raise BadInput(f"{folder.path}: its recipe is no language model; give a run of lm")
-    if last is None:
+    if folder.last_checkpoint() is None:
         raise BadInput(f"{folder.path}: no checkpoint yet; continue with `{folder.resume_command}`")
-    tokenizer = str(last[1]) if (last[1] / "tokenizer.json").is_file() else "bytes"
     if data is not None and absolute_source(data) != config.data:
         config = replace(config, data=data, validate=False)
-    return replace(config, tokenizer=tokenizer)
+    return config.resumed(folder)
 
 
 def evaluate_samples(
