@@ -326,9 +326,23 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
     yield "lm", f"that costs {near['loss'] - loss:.2f} nats a token ({loss:.2f} before)"
     yield "fade", f"that costs {near['loss'] - loss:.2f} nats a token in a small GPT-2"
     yield "lm", f"cut skips bring the loss to {cut['loss']:.1f} ({row['outputs']} test sequences, one seed)"
-    small = [models[f"GPT-2 {name}"]["evaluated"] for name in ("residual", "decay to 1e-2", "MLP skips cut")]
-    bits = [f"{row['test_bits_per_byte']:.2f}" for row in small]
-    yield "lm", "had {} bits per byte with skips, {} with `decay:product=0.01` and {} without MLP skips".format(*bits)
+    best = {
+        (wiring, optimizer): min(
+            row["val_bits_per_byte"] for row in runs("lm-stdlib-cpu", f"search | {wiring} | {optimizer}")
+        )
+        for wiring in ("residual", "MLP skips cut", "all cut + init")
+        for optimizer in ("adamw", "soap")
+    }
+    behind = {pair: bits - best["residual", pair[1]] for pair, bits in best.items()}
+    mlp, every = (
+        [behind[wiring, each] for each in ("soap", "adamw")] for wiring in ("MLP skips cut", "all cut + init")
+    )
+    yield "lm", f"under SOAP {mlp[0]:.2f} bits per byte behind residual, under AdamW {mlp[1]:.2f}"
+    yield "lm", f"{every[0]:.2f} behind under SOAP"
+    yield (
+        "lm",
+        f"{best['residual', 'adamw'] - best['residual', 'soap']:.2f} bits per byte better than AdamW with all skips",
+    )
 
     peak = [max(block[key] for block in models["SmolLM2-135M"]["blocks"]) for key in ("kurtosis", "outlier_channels")]
     yield (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from _lm_run import value
 from _tables import best_corloc, lines, record, runs, spread, table
+from lm import WIRINGS, chosen_of
 
 
 @table
@@ -227,6 +229,22 @@ def lm_absorb() -> str:
         rows.append([f"{what} ({', '.join(names)})", status, why, "the same" if advice == before else advice])
         before = advice
     return lines("your MLP | verdict | why | what to do", rows)
+
+
+@table
+def lm_search() -> str:
+    done = record("lm-stdlib-cpu")["runs"]
+    rows = []
+    for wiring in WIRINGS:
+        cells = []
+        for optimizer in ("adamw", "soap"):
+            _, chosen = chosen_of(wiring, optimizer, done, small=True)
+            tried = [row for name, row in done.items() if name.startswith(f"search | {wiring} | {optimizer} |")]
+            best = min(tried, key=value, default=None)
+            found = chosen is not None and best is not None
+            cells += [f"{value(best):.2f}", f"{best['config']['lr']:g}"] if found else ["", ""]
+        rows.append([wiring, *cells])
+    return lines("held-out bits per byte | AdamW | learning rate | SOAP | learning rate", rows)
 
 
 @table
