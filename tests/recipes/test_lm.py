@@ -393,6 +393,10 @@ def test_the_command_line_from_training_to_text(tmp_path: Path) -> None:
         assert code == 0, (command, errors)
     assert len((tmp_path / "run" / "evals.jsonl").read_text().splitlines()) == 4  # none for the other text
     assert "8 samples of 32 tokens" in unskip_in(tmp_path, "measure", "run", "--jacobians", "off")[1]
+    wired = ["--jacobians", "off", "--shortcut", "decay:0.6", "--where", "mlp"]
+    code, out, errors = unskip_in(tmp_path, "measure", "run", *wired)
+    assert code == 0, errors
+    assert "8 samples of 32 tokens" in out
     assert (
         "8 samples of 8 tokens" in unskip_in(tmp_path, "measure", "run", "--jacobians", "off", "--data", "random:8")[1]
     )

@@ -77,7 +77,7 @@ def measure_command(
         numbers = {"mean": channel_numbers("mean", mean), "std": channel_numbers("std", std)}
         text = text_for(model, data, n)
         samples, preprocess = (
-            samples_for(built, data or "random:8", n, shapes, numbers) if text is None else (text.to(where), None)
+            samples_for(built, data or "random:8", n, shapes, numbers) if text is None else (text.to(target), None)
         )
         if rule is not None:
             unskip.rewire(built, rule, samples, where)
