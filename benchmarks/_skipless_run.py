@@ -48,6 +48,7 @@ BASE: Config = {
     "quantise": False,  # also evaluate the trained model with quantised weights and activations
 }
 EMA = 0.998
+MIX = 0.3  # relative output scale of the units besides the pairs, if no heads carry
 SHAPES = {
     "digits": "depth=4,embed_dim=64",
     "cifar": "depth=12,embed_dim=192",
@@ -218,11 +219,12 @@ def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
         with warnings.catch_warnings(action="ignore", category=UnskipWarning):
             skipless_(model, images[:2], **numbers, generator=draw)
     if config["pairs"] is not None:
+        mix = MIX if config["carry"] is None else config["carry"]
         for part in unskip.parts(model, images[:1]).mlps():
             if "shift" in config:
-                shifted_(part, config["shift"], config["carry"], generator=draw)
+                shifted_(part, config["shift"], mix, generator=draw)
             else:
-                paired_(part, config["pairs"], config["gain"], config["carry"], generator=draw)
+                paired_(part, config["pairs"], config["gain"], mix, generator=draw)
     if config["target"] is not None:
         noise = {"qk_noise": config["alpha"], "even": config["even"]}
         solved = calibrate_(model, images[:32], config["target"], **noise, generator=draw)
@@ -232,7 +234,7 @@ def started(model: Any, images: Any, config: Config) -> dict[str, Any]:
 
 def carrying(parts: Any, config: Config) -> Iterator[Any]:
     """The weights that pass tokens on: W_V and W_O of the first heads, and mirrored pairs among the units of MLPs."""
-    heads = heads_of(config) - config["even"]
+    heads = 0 if config["carry"] is None else heads_of(config) - config["even"]
     for part in parts.attentions():
         yield from (part.v[:heads], part.out[:, : heads * part.v.shape[1]])
         if part.v_bias is not None:

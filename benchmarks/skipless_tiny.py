@@ -38,7 +38,8 @@ WIRINGS: dict[str, Config] = {
     "wider, no skips": {**CARRY, "pairs": 1.0, "gain": 1.0, "carry_rate": 0.1, "heads": 18, "even": 12, "mlp_ratio": 6},
     "narrower, residual": {"shortcut": "keep", "start": False, "heads": 6, "mlp_ratio": 2},
     "MLPs cut": {"where": "mlp", "c": 1.0, "gain": 1.0},
-    "decay": {"shortcut": "decay:product=0.001", "start": False},
+    "MLPs cut, paired units": {"where": "mlp", "c": 1.0, "gain": 1.0, "pairs": 1.0, "carry_rate": 0.1},
+    "decay to 1e-2": {"shortcut": "decay:product=0.01", "start": False},
 }
 LONG: Config = {"mixup": 0.8, "cutmix": 1.0, "validate": False}
 RATES = (3e-3, 1.5e-3, 7.5e-4)
