@@ -117,6 +117,11 @@ def build_model(config: Lm, facts: Facts) -> nn.Module:
     return build_causal(facts.architecture)
 
 
+def _cross_entropy(model: nn.Module, ids: Tensor, following: Tensor) -> Tensor:
+    logits = token_logits(model, model(ids))
+    return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+
 class NextToken(Objective):
     """Cross entropy of the next token."""
 
@@ -124,6 +129,11 @@ class NextToken(Objective):
     tokenizer: Tokenizer
     adamw_betas = (0.9, 0.95)  # those of GPT-3
     protocols = ("bits-per-byte-v1", "bits-per-byte-by-context-v1", "next-token-v1")
+
+    def __init__(self, config: Lm) -> None:
+        super().__init__(config)
+        # One graph of model and loss: with a large vocabulary the loss alone, not compiled, takes as long as the model.
+        self.cross_entropy = torch.compile(_cross_entropy) if config.compile else _cross_entropy
 
     def check(self) -> None:
         config = self.config
@@ -209,8 +219,7 @@ class NextToken(Objective):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         ids, following = batch
-        logits = token_logits(model, model(ids))
-        return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten()), {}
+        return self.cross_entropy(model, ids, following), {}
 
     def baseline_loss(self, model: nn.Module, train: TextSet, test: TextFeed) -> float:
         """The entropy of the token frequencies: the loss of the best constant prediction."""
