@@ -9,7 +9,7 @@ from tests.init.started import seeded
 from torch import nn
 
 from unskip.errors import BadInput, InitError, UnskipWarning
-from unskip.init import position_code_, sine_cosine, skipless_, start_
+from unskip.init import position_code_, sine_cosine, skipless_, start_, verify_skipless
 
 timm = pytest.importorskip("timm")
 SHAPE = {"img_size": 16, "patch_size": 4, "depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
@@ -162,3 +162,24 @@ def test_nothing_is_changed_if_another_part_fails() -> None:
     with pytest.raises(InitError, match="carry is 2"):
         skipless_(model, images(), position_code="orthogonal", carry=2)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["orthogonal", "sincos"])
+@pytest.mark.filterwarnings("ignore::unskip.errors.UnskipWarning")  # of attention
+@pytest.mark.parametrize("images", [16, 36])  # fewer positions than dimensions (48), and more
+def test_verify_checks_the_code_and_its_norm(kind: Any, images: int) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", **SHAPE | {"img_size": images})
+    sample = torch.rand(4, 3, images, images, generator=seeded())
+    check = skipless_(model, sample, position_code=kind, generator=seeded())
+    assert check.rows[0].values["code norm"] == pytest.approx(1, abs=1e-4)
+    with pytest.raises(InitError, match="code"):
+        verify_skipless(model, sample, position_code="sincos" if kind == "orthogonal" else "orthogonal")
+    with torch.no_grad():
+        model.pos_embed *= 1.2
+    with pytest.raises(InitError, match=r"1\.2 times the norm"):
+        verify_skipless(model, sample, position_code=kind)
+    with torch.no_grad():
+        model.pos_embed /= 1.2
+        model.pos_embed[0, 3] *= -1 if kind == "sincos" else 0.9
+    with pytest.raises(InitError, match=f"from the code {kind}"):
+        verify_skipless(model, sample, position_code=kind)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from unskip._checks import choice, number
 from unskip.anatomy import Example, ModelTrace, example_for, find_positions, patch_grid, trace_model
 from unskip.errors import BadInput, InitError
+from unskip.init._check import RowBuilder
 from unskip.init._draw import Draw
 
 PositionCode = Literal["orthogonal", "sincos"]  # of `position_code_`
@@ -38,30 +39,58 @@ def position_code_(
     Returns that norm, in a ViT of its patch tokens. Class and register tokens have rows of their own with "orthogonal"
     and zeros with "sincos". With more positions than dimensions the columns are orthogonal instead of the rows.
     """
-    choice("position_code_", "kind", kind, get_args(PositionCode))
     number("position_code_", "scale", scale, zero=False)
-    draw = Draw(generator)
+    parameter, length, waves = _found(model, example, kind)
+    length *= scale
+    if waves is None:
+        count, dim = parameter.shape[-2:]
+        code = Draw(generator).orthonormal(count, dim) * math.sqrt(max(count / dim, 1.0))
+    with torch.no_grad():
+        parameter.copy_((length * (code if waves is None else waves)).to(parameter))
+    return length
+
+
+def check_position_code(model: nn.Module, example: object, kind: PositionCode, row: RowBuilder) -> None:
+    """Checks that the position embeddings are such a code, with the norm of the tokens on the example."""
+    parameter, length, waves = _found(model, example, kind)
+    code = parameter.detach().double().cpu().flatten(0, -2)
+    count, dim = code.shape
+    if waves is None:
+        rank, length = min(count, dim), length * math.sqrt(max(count / dim, 1.0))
+        size = float(code.norm()) / math.sqrt(rank)
+        unit = (code if count <= dim else code.T) / size
+        error = float((unit @ unit.T - torch.eye(rank).double()).abs().max())
+    else:
+        size = float(code.norm() / waves.norm())
+        error = float((code / size - waves).abs().max())
+    tolerance = 8 * torch.finfo(parameter.dtype).eps
+    row.values["code norm"] = norm = size / length
+    row.values["code error"] = error
+    row.expect(abs(norm - 1) <= max(0.05, tolerance), f"the position code has {norm:.3g} times the norm of the tokens")
+    row.expect(error <= max(1e-5, tolerance), f"the position embeddings are {error:.2g} from the code {kind}")
+
+
+def _found(model: nn.Module, example: object, kind: PositionCode) -> tuple[nn.Parameter, float, Tensor | None]:
+    """The position embeddings, the mean norm of the patch tokens on the example, and the code "sincos" at norm 1."""
+    choice("position_code_", "kind", kind, get_args(PositionCode))
     whole = example_for(model, example)
     parameter, added = _embeddings(model, trace_model(model, whole))
     count, dim = parameter.shape[-2:]
     leading, prefix, rows, columns = _grid(model, added, whole, count)
-    length = scale * float(added[..., leading:, :].float().norm(dim=-1).mean())
+    length = float(added[..., leading:, :].float().norm(dim=-1).mean())
     if not 0 < length < math.inf:
         raise InitError(
             f"{type(model).__name__}: its patch tokens have norm {length:g} on the example, so a position code has no "
             "scale. Nothing was changed; pass an example of real images."
         )
     if kind == "orthogonal":
-        code = draw.orthonormal(count, dim) * math.sqrt(max(count / dim, 1.0))
-    elif prefix + rows * columns == count:
-        code = nn.functional.pad(sine_cosine(rows, columns, dim) * math.sqrt(2 / dim), (0, 0, prefix, 0))
-    else:
+        return parameter, length, None
+    if prefix + rows * columns != count:
         raise InitError(
             f"{type(model).__name__}: {count - prefix} positions do not form a patch grid; use kind='orthogonal'"
         )
-    with torch.no_grad():
-        parameter.copy_((length * code).to(parameter))
-    return length
+    waves = sine_cosine(rows, columns, dim) * math.sqrt(2 / dim)
+    return parameter, length, nn.functional.pad(waves, (0, 0, prefix, 0))
 
 
 def sine_cosine(rows: int, columns: int, dim: int) -> Tensor:

@@ -167,6 +167,7 @@ def skipless_(
             carry=carry,
             mix=mix,
             self_attention=self_attention,
+            position_code=position_code,
             parts=parts,
             where=where,
         )

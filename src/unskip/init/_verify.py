@@ -26,6 +26,7 @@ from unskip.anatomy import (
     MlpParts,
     Parts,
     PartsTrace,
+    Site,
     correlation_map,
     drop_paths,
     example_for,
@@ -35,8 +36,9 @@ from unskip.anatomy import (
 )
 from unskip.errors import BadInput, InitError
 from unskip.init._calibrate import targets
-from unskip.init._check import Check, RowBuilder, same, select
+from unskip.init._check import Check, Row, RowBuilder, same, select
 from unskip.init._pairs import mirrored, split_pairs
+from unskip.init._position import PositionCode, check_position_code
 from unskip.init._value_output import split
 from unskip.wiring import Where, check_selector, picks
 
@@ -58,6 +60,7 @@ def verify_skipless(
     carry: int | None = None,
     mix: float = MIX,
     self_attention: float | Sequence[float] | None = None,
+    position_code: PositionCode | None = None,
     parts: Sequence[Name] = PARTS,
     where: Where = None,
     check: bool = True,
@@ -71,7 +74,9 @@ def verify_skipless(
     heads (expected: twice that of uniform attention), and the distance of queries and keys from equal norm; with
     `self_attention`, that of the carrying heads on the example (expected: the target); the relative distance of an
     MLP's weights from orthogonal with the gain of their shape; the distance of biases from 0 or `mlp_bias`, or with
-    `centre` from minus the activation's mean; the distance of LayerScale from 1; the rate of drop path. Reported, not
+    `centre` from minus the activation's mean; the distance of LayerScale from 1; the rate of drop path; in the first
+    row, with `position_code`, the norm of the position embeddings over that of the tokens on the example (expected: 1)
+    and their distance from the code. Reported, not
     checked: self-attention on the example in the model as it is wired, its value for uniform attention, and for each
     MLP the slope C'(1) of the correlation map and C(0), the cosine of outputs for unrelated tokens. qk_noise and
     qk_identity are not checked: only the distribution of the weights shows them.
@@ -84,7 +89,8 @@ def verify_skipless(
     refuse_parts(parts, centre, pairs, mlp_bias, carry, self_attention, mix)
     check_selector(where)
     traced = trace_parts(model, example_for(model, example), weighted=True)
-    rows, unknown = [], []
+    rows: list[Row] = []
+    unknown: list[Site] = []
     chosen = select(traced.parts, partial(picks, where))
     goals = dict.fromkeys(range(len(traced.parts)))
     if self_attention is not None:
@@ -109,6 +115,8 @@ def verify_skipless(
             rates = [float(getattr(module, rate)) for module, rate in drop_paths(model, site)]
             row.values["drop path"] = rate = max(rates, default=0.0)
             row.expect(rate == 0, f"drop path is {rate:.2g}, expected off")
+        if position_code is not None and not rows:
+            check_position_code(model, example, position_code, row)
         rows.append(row.row(site))
     if not rows:
         raise InitError(f"{type(model).__name__}: no site to check")
