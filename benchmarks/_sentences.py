@@ -161,6 +161,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield from _mae()
     yield from _rank()
     yield from _tiny()
+    yield from _decayed_classifiers()
     exits = record("faults")["exits"]
     yield "many-gpus", f"{exits['runs'] - len(exits['failures'])} of {exits['runs']} sharded runs of two processes"
 
@@ -304,6 +305,9 @@ def _tiny() -> Iterator[tuple[str, str]]:
                 for name in ("residual", "no skips", "no skips, paired units")}  # fmt: skip
     shaped, pairs = (100 * (held_out["residual"] - held_out[name]) for name in ("no skips", "no skips, paired units"))
     yield "skipless-results", f"{pairs:.1f} behind after 20 epochs with paired units and {shaped:.1f} without them"
+    only_mlps = max(row["val_accuracy"] for row in runs("skipless-tiny", "rate | MLPs cut, paired units"))
+    less = 100 * (held_out["residual"] - only_mlps)
+    yield "skipless-results", f"is {less:.1f} behind, hardly closer than without any ({pairs:.1f})"
     wide, narrow = (100 * runs("skipless-tiny", f"rate | {name} | 0.0015")[0]["val_accuracy"]
                     for name in ("wider, no skips", "narrower, residual"))  # fmt: skip
     yield "skipless-results", f"{100 * held_out['residual'] - wide:.1f} behind residual at twelve heads and 1536 units"
@@ -315,6 +319,19 @@ def _tiny() -> Iterator[tuple[str, str]]:
     yield "skipless-results", f"the standard error of such a difference is {error:.1f}"
     (slower,) = runs("skipless-tiny", "not evaluated | no skips, lr 0.0015 | 0")
     yield "skipless-results", f"({slower['train_loss']:.2f} at 1.5e-3, a run that was not evaluated)"
+
+
+def _decayed_classifiers() -> Iterator[tuple[str, str]]:
+    short = [_top(name, "soap") for name in ("decayed", "residual")]
+    yield "decay", f"{short[0] - short[1]:.1f} points ahead"
+    low, high = (statistics.mean(100 * row["test_accuracy"] for row in runs("skipless-long", f"final | residual{more}"))
+                 for more in (", weight decay 0.3", ""))  # fmt: skip
+    yield "decay", f"[{low:.1f} at 0.3 and {high:.1f} at 1]"
+    decayed, residual = (
+        100 * runs("decay-classifier", f"long | {name} | seed 0")[0]["test_accuracy"]
+        for name in ("decay to 1e-3 | soap | 0.3", "residual | soap | 1")
+    )
+    yield "decay", f"the {decayed - residual:.1f} points that residual is"
 
 
 def _scanned_models() -> Iterator[tuple[str, str]]:

@@ -17,7 +17,8 @@ def skipless_tiny() -> str:
         "no skips, 3e-3": "no skips",
         "no skips, paired units, 1.5e-3": "no skips, paired units, lr 0.0015",
         "MLPs' skips cut": "MLPs cut",
-        "decayed to a product of 0.001": "decay",
+        "MLPs' skips cut, paired units": "MLPs cut, paired units",
+        "decayed to a product of 0.01": "decay to 1e-2",
     }
     rows = []
     for label, name in names.items():
@@ -40,7 +41,8 @@ def skipless_tiny_rates() -> str:
         "no skips, paired units, 18 heads, 2304 units": "wider, no skips",
         "residual, 6 heads, 768 units": "narrower, residual",
         "MLPs' skips cut": "MLPs cut",
-        "decayed to a product of 0.001": "decay",
+        "MLPs' skips cut, paired units": "MLPs cut, paired units",
+        "decayed to a product of 0.01": "decay to 1e-2",
     }
     done, rates = record("skipless-tiny")["runs"], {"3e-3": "0.003", "1.5e-3": "0.0015", "7.5e-4": "0.00075"}
     rows = []
@@ -54,14 +56,21 @@ def skipless_tiny_rates() -> str:
 
 
 @table
-def decay_search() -> str:
+def decay_classifier() -> str:
     done = record("decay-classifier")["runs"]
-    tried = (("0.003", "0.3"), ("0.003", "1"), ("0.0015", "0.3"), ("0.0015", "1"), ("0.006", "0.3"), ("0.006", "1"))
+    columns = ("short | {} | adamw", "short | {} | soap", "long | {} | soap | 0.3", "long | {} | soap | 1")
     rows = []
     for label in ("residual", "decay to 1e-2", "decay to 1e-3"):
-        found = [done.get(f"search | {label} | soap | {lr} | {decay}") for lr, decay in tried]
-        rows.append([label, *(spread([row["val_accuracy"]]) if row else "" for row in found)])
-    return lines(f"lr, weight decay | {' | '.join(f'{float(lr):g}, {decay}' for lr, decay in tried)}", rows)
+        cells = [label]
+        for column in columns:
+            start = f"{column.format(label)} |"
+            found = [row for name, row in done.items() if name.startswith(start)]
+            settings = [f"{row['config']['lr']:g}, {row['config']['weight_decay']:g}" for row in found[:1]]
+            score = [row["test_accuracy"] for row in found]
+            cells += [spread(score) if found else "", *(settings or [""])][: 1 if "long" in start else 2]
+        rows.append(cells)
+    head = "AdamW, 20 epochs | lr, weight decay | SOAP, 20 epochs | lr, weight decay"
+    return lines(f" | {head} | SOAP, 100 epochs, weight decay 0.3 | weight decay 1", rows)
 
 
 @table

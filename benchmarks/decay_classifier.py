@@ -6,7 +6,8 @@ python benchmarks/decay_classifier.py                                     # digi
 Every model has mean pooling and a strong position code, as in skipless_gap.py. For each wiring and optimizer, weight
 decay is chosen at the middle learning rate, then the learning rate at the best weight decay, by accuracy on a held-out
 tenth of the training set; if the best rate is at the edge of the grid, the grid is extended. The best setting is
-trained on the whole training set.
+trained on the whole training set. Since the best weight decay changes with length, long runs with SOAP are made at
+each.
 
 search   20 epochs, held-out accuracy
 short    20 epochs, three seeds, test accuracy
@@ -26,7 +27,7 @@ from _study import Job, about, arguments, opened, results, search, serve, study
 WIRINGS = {"residual": "keep", "decay to 1e-2": "decay:product=0.01", "decay to 1e-3": "decay:product=0.001"}
 RATES = {"soap": 3e-3, "adamw": 1e-3}  # the middle of each grid, whose factor is 2
 DECAYS = {"soap": (0.3, 1.0), "adamw": (0.05, 0.3)}
-EDGES = 2  # most steps of the search from the middle rate
+EDGES = 4  # most steps of the search from the middle rate
 LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
 
 
@@ -51,11 +52,13 @@ def waiting(done: dict[str, Any]) -> Iterator[Job]:
     found = {(optimizer, wiring): chosen_of(wiring, optimizer, done) for optimizer, wiring in pairs}
     for jobs, _ in found.values():
         yield from jobs
-    for length, more, seeds in (("short", {}, range(3)), ("long", LONG, range(2))):
-        for seed, ((optimizer, wiring), (_, chosen)) in itertools.product(seeds, found.items()):
-            if chosen is not None:
-                name = f"{length} | {wiring} | {optimizer} | seed {seed}"
-                yield name, {**chosen, **more, "seed": seed, "validate": False}
+    tuned = {pair: chosen for pair, (_, chosen) in found.items() if chosen is not None}
+    for seed, ((optimizer, wiring), chosen) in itertools.product(range(3), tuned.items()):
+        yield f"short | {wiring} | {optimizer} | seed {seed}", {**chosen, "seed": seed, "validate": False}
+    for seed, ((optimizer, wiring), chosen) in itertools.product(range(2), tuned.items()):
+        for decay in DECAYS[optimizer] if optimizer == "soap" else [chosen["weight_decay"]]:
+            name = f"long | {wiring} | {optimizer} | {decay:g} | seed {seed}"
+            yield name, {**chosen, **LONG, "weight_decay": decay, "seed": seed, "validate": False}
 
 
 def table(done: dict[str, Any]) -> str:
@@ -64,11 +67,12 @@ def table(done: dict[str, Any]) -> str:
         "| length | optimizer | wiring | lr | weight decay | test accuracy | seeds | training loss |",
         "|---" * 8 + "|",
     ]
-    for length, optimizer, wiring in itertools.product(("short", "long"), RATES, WIRINGS):
-        rows = [row for name, row in done.items() if name.startswith(f"{length} | {wiring} | {optimizer} |")]
-        rows = [row for row in rows if "test_accuracy" in row]
-        if not rows:
-            continue
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for name, row in done.items():
+        if "test_accuracy" in row:
+            groups.setdefault(name.rpartition(" | ")[0], []).append(row)
+    for group, rows in sorted(groups.items()):
+        length, wiring, optimizer = group.split(" | ")[:3]
         tests = [100 * row["test_accuracy"] for row in rows]
         spread = f" ± {statistics.stdev(tests):.2f}" if len(tests) > 1 else ""
         config, loss = rows[0]["config"], statistics.mean(row["train_loss"] for row in rows)
