@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from _study import attempt
@@ -27,7 +28,7 @@ def trained(config: Config) -> dict[str, Any] | None:
     from unskip.training import RunFolder, run_task
 
     warnings.simplefilter("ignore")
-    fields = {key: entry for key, entry in config.items() if key != "looks"}
+    fields = model_of({key: entry for key, entry in config.items() if key != "looks"})
     planned = unskip.recipes.lm("stdlib-small", health=False, checkpoint_every=10**9, **fields)
     torch.manual_seed(planned.seed)
     task, schedule = unskip.recipes.build_task(planned)
@@ -47,6 +48,21 @@ def trained(config: Config) -> dict[str, Any] | None:
     if config.get("looks"):
         result |= looks(task.model, planned)
     return result
+
+
+def model_of(fields: Config) -> Config:
+    """Fields of the recipe, in which a "wide" model is that of gpt.py with twice as many heads of the same size."""
+    if not fields.pop("wide", False):
+        return fields
+    sizes = {key: int(size) for key, size in (item.split("=") for item in fields["model_args"].split(","))}
+    heads = sizes["num_attention_heads"]
+    sizes |= {"num_attention_heads": 2 * heads, "head_dim": sizes["hidden_size"] // heads}
+    sizes["context"] = fields.get("context", 256)
+    fields["model"] = f"{Path(__file__).with_name('gpt.py')}:gpt"
+    fields["model_args"] = ",".join(f"{key}={size}" for key, size in sizes.items())
+    if fields["shortcut"] == "cut":
+        fields |= {"init": fields["init"].format(heads=heads), "freeze_heads": heads}
+    return fields
 
 
 def looks(model: Any, planned: Any) -> dict[str, Any]:

@@ -1,21 +1,23 @@
-"""Do language models need their skips? Seven wirings under three optimizers, each at its own rate and weight decay.
+"""Do language models need their skips? Nine wirings under three optimizers, each at its own rate and weight decay.
 
 python benchmarks/lm.py --data "DATA/english-{split}.parquet" --device cuda --graph --workers 6 --limit 1400
 python benchmarks/lm.py --data stdlib --device cuda --graph --workers 6 --limit 1400
 python benchmarks/lm.py --small --workers 2                       # stdlib on two CPU cores, hours
 python benchmarks/lm.py                                          # stdlib on the CPU, a tiny model, three steps a run
 
-A GPT-2 of 10.8 million parameters on bytes, sequences of 256, orthogonal position embeddings. For each wiring and
-optimizer, weight decay and, where skips are cut, one of two initialisations are chosen at the middle learning rate, and
-then the learning rate, on text that is held out from training; a best rate at the edge adds the next one. The chosen
-setting is trained five times as long on the whole training split.
+A GPT-2 of 10.8 million parameters on bytes, sequences of 256, orthogonal position embeddings. "Wide" models (gpt.py)
+have twice as many heads of the same size; without skips one half of them starts near the identity, passes tokens on and
+is frozen, but for W_V and W_O, which like paired units train at a tenth of the rate. For each wiring and optimizer,
+weight decay and, where skips are cut, one of two initialisations are chosen at the middle learning rate, and then the
+learning rate, on text that is held out from training; a best rate at the edge adds the next one. The chosen setting is
+trained five times as long on the whole training split.
 
 search   600 steps of 16,384 bytes, held-out bits per byte
 final    3000 steps, two seeds: test bits per byte, loss against steps and seconds; without each block, read out after
          each block (logit lens), ranks by block, and rounded to 8 and 4 bits
 
 Estimated, not measured, on one H200 in bf16, from docs/results/roofline-gpu.json: at twice the batch a step has 9 ms of
-kernels and 9 ms of gaps between them, which --graph removes. A text has 102 to 144 searches and 42 final runs, so about
+kernels and 9 ms of gaps between them, which --graph removes. A text has 126 to 180 searches and 54 final runs, so about
 15 minutes of kernels, and as much again for building models and evaluating them, which workers do side by side: half an
 hour with six workers. SOAP and Muon add to it. `--limit` stops in time, begins nothing that would not end by then, and
 the same command goes on; a run that was stopped begins anew.
@@ -45,13 +47,24 @@ WIRINGS: dict[str, Config] = {
     "MLP skips cut": {"shortcut": "cut", "where": "mlp"},
     "attention skips cut": {"shortcut": "cut", "where": "attention"},
     "all cut + init": {"shortcut": "cut"},
+    "wide, residual": {"shortcut": "keep", "wide": True},
+    "wide, all cut, half of the heads carry": {"shortcut": "cut", "wide": True, "carry_rate": 0.1},
 }
 CODE = "position_code=orthogonal"  # for every wiring
 UNIT = "skipless:shaped,vo_gain=1,mlp_gain=1"  # branches as large as the stream, for models that keep some skips
+CARRY = "carry={heads},mix=0.3,self_attention=0.9"  # _lm_run.py fills in the number of heads
 RATES = {"adamw": 1e-3, "muon": 1e-3, "soap": 4e-3}  # the middle ones; the others are a factor of two apart
 DECAYS = (0.1, 1.0)
 EDGES = 3  # how far from the middle rate the search goes, in factors of two
-BASE: Config = {"batch": 64, "steps": 600, "evaluate_every": None, "online_sequences": 2048, "log_every": 50}
+SIZES = "hidden_size=384,num_hidden_layers=6,num_attention_heads=6"
+BASE: Config = {
+    "model_args": SIZES,
+    "batch": 64,
+    "steps": 600,
+    "evaluate_every": None,
+    "online_sequences": 2048,
+    "log_every": 50,
+}
 FINAL: Config = {"steps": 3000, "validate": False, "looks": True}
 TINY: Config = {"model_args": "hidden_size=32,num_hidden_layers=2,num_attention_heads=2", "context": 32, "batch": 4}
 SMALL: Config = {"model_args": "hidden_size=96,num_hidden_layers=6,num_attention_heads=3", "context": 128, "batch": 16}
@@ -67,6 +80,8 @@ def inits_of(wiring: str) -> tuple[str, ...]:
         return ("default",)
     if WIRINGS[wiring].get("where") == "attention":
         return UNIT, "skipless"  # `paired` sets MLPs alone
+    if "wide" in WIRINGS[wiring]:
+        return f"{UNIT},{CARRY}", f"skipless:paired,{CARRY}"
     return UNIT if "where" in WIRINGS[wiring] else "skipless:shaped", "skipless:paired"
 
 
@@ -82,7 +97,7 @@ def chosen_of(wiring: str, optimizer: str, done: dict[str, Any], small: bool) ->
         lr = (SMALL_RATE if small else RATES[optimizer]) * 2.0**step
         decay, init = option
         name = f"search | {wiring} | {optimizer} | {lr:g} | {decay:g}"
-        name += f" | {init}" if len(inits) > 1 else ""
+        name += f" | {init.removesuffix(f',{CARRY}')}" if len(inits) > 1 else ""
         return name, config_of(wiring, optimizer, lr, decay, init)
 
     inits = inits_of(wiring)
