@@ -28,7 +28,7 @@ WIRINGS = {"residual": "keep", "decay to 1e-2": "decay:product=0.01", "decay to 
 RATES = {"soap": 3e-3, "adamw": 1e-3}  # the middle of each grid, whose factor is 2
 DECAYS = {"soap": (0.3, 1.0), "adamw": (0.05, 0.3)}
 EDGES = 4  # most steps of the search from the middle rate
-LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0}
+LONG: Config = {"epochs": 100, "mixup": 0.8, "cutmix": 1.0, "quantise": True}
 
 
 def config_of(wiring: str, optimizer: str, lr: float, decay: float, **more: Any) -> Config:
