@@ -37,12 +37,20 @@ def test_piped_audit_is_the_text_of_the_audit(run: Any) -> None:
     assert out == f"{unskip.audit(seeded('timm:test_vit'))}\n"
 
 
-def test_shortcut_adds_the_text_of_the_wiring(run: Any) -> None:
-    code, out, err = run("audit", "timm:test_vit", "--shortcut", "decay:0.6")
+@pytest.mark.parametrize("where", [None, "mlp"])
+def test_shortcut_adds_the_text_of_the_wiring(where: str | None, run: Any) -> None:
+    options = [] if where is None else ["--where", where]
+    code, out, err = run("audit", "timm:test_vit", "--shortcut", "decay:0.6", *options)
     model = seeded("timm:test_vit")
-    expected = f"{unskip.audit(model)}\n\n{unskip.rewire(model, 'decay:0.6')}\n"
+    expected = f"{unskip.audit(model)}\n\n{unskip.rewire(model, 'decay:0.6', where=where)}\n"
     assert (code, out, err) == (0, expected, "")
     assert "the paper's band" in out
+
+
+def test_where_without_a_rule_is_refused(run: Any) -> None:
+    code, _, err = run("audit", "timm:test_vit", "--where", "mlp")
+    assert code == 2
+    assert "--shortcut" in err
 
 
 def test_json(run: Any, models: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 import unskip
 from unskip.cli._options import Inputs, Json, Trust, model_help, option
 from unskip.cli._say import busy, print_json
-from unskip.errors import ForwardError
+from unskip.errors import BadInput, ForwardError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +30,9 @@ _SHORTCUT = (
 def audit_command(
     model: Annotated[str, tyro.conf.Positional, model_help("Model to audit; named models get random weights")],
     shortcut: Annotated[str | None, option(_SHORTCUT, "RULE")] = None,
+    where: Annotated[
+        Literal["attention", "mlp"] | None, option("Sites of the rule (default: all).", "attention|mlp")
+    ] = None,
     input: Inputs = (),  # noqa: A002
     trust: Trust = False,
     json: Json = False,
@@ -41,11 +44,13 @@ def audit_command(
     from unskip.cli._model import shapes_of
     from unskip.wiring import parse
 
+    if where is not None and shortcut is None:
+        raise BadInput(f"--where {where} selects sites for --shortcut: give it, too")
     rule = parse(shortcut) if shortcut is not None else None
     shapes = shapes_of(input)
     # What the model prints while it is built and run goes to stderr.
     with contextlib.redirect_stdout(sys.stderr), busy(f"auditing {model}"):
-        survey, wiring = _audit_model(model, rule, shapes, trust)
+        survey, wiring = _audit_model(model, rule, where, shapes, trust)
     last = rule.steps if rule is not None else None
     if json:
         _write_json(model, survey, wiring, last)
@@ -64,7 +69,9 @@ def audit_command(
     return 0
 
 
-def _audit_model(name: str, rule: Shortcut | None, shapes: list[Shape], trust: bool) -> tuple[Audit, Wiring | None]:
+def _audit_model(
+    name: str, rule: Shortcut | None, where: str | None, shapes: list[Shape], trust: bool
+) -> tuple[Audit, Wiring | None]:
     import torch
 
     from unskip.cli._model import open_model
@@ -73,18 +80,20 @@ def _audit_model(name: str, rule: Shortcut | None, shapes: list[Shape], trust: b
         torch.manual_seed(0)  # the same random weights each time
         model = open_model(name, light=True, trust=trust)
         if all(parameter.device.type != "meta" for parameter in model.parameters()):
-            return _survey(model, rule, shapes)
+            return _survey(model, rule, where, shapes)
         try:
-            result = _survey(model, rule, shapes)
+            result = _survey(model, rule, where, shapes)
         except ForwardError:  # the forward pass needs values
-            return _survey(open_model(name, trust=trust), rule, shapes)
+            return _survey(open_model(name, trust=trust), rule, where, shapes)
     print(
         "note: a large model, built without weights: |f|/|x| and what depends on it are not measured", file=sys.stderr
     )
     return result
 
 
-def _survey(model: nn.Module, rule: Shortcut | None, shapes: list[Shape]) -> tuple[Audit, Wiring | None]:
+def _survey(
+    model: nn.Module, rule: Shortcut | None, where: str | None, shapes: list[Shape]
+) -> tuple[Audit, Wiring | None]:
     from unskip.cli._model import input_hint, inputs
     from unskip.wiring import find_wiring
 
@@ -93,7 +102,7 @@ def _survey(model: nn.Module, rule: Shortcut | None, shapes: list[Shape]) -> tup
         if rule is None:
             return unskip.audit(model, example), find_wiring(model)
         saved = None if find_wiring(model) is None else unskip.audit(model)
-        wiring = unskip.rewire(model, rule, example, verify=False)  # one trace serves both
+        wiring = unskip.rewire(model, rule, example, where, verify=False)  # one trace serves both
         return saved if saved is not None else unskip.Audit(type(model).__name__, wiring.survey), wiring
 
 
