@@ -182,15 +182,11 @@ def layers(function: object, depth: int = _DECORATORS) -> Iterator[FunctionType]
 
 def names_of(owner: type, code: CodeType) -> list[str]:
     """The attributes of a class that run a code object (without those that a subclass overrides)."""
-    names = [code.co_name, *(name for base in owner.__mro__ for name in vars(base))]
-    matching = []
-    for name in dict.fromkeys(names):
-        value = inspect.getattr_static(owner, name, None)
-        if isinstance(value, FunctionType) and any(layer.__code__ is code for layer in layers(value)):
-            matching.append(name)
-            if name == code.co_name:
-                break  # the usual case; other names of the same method are not needed
-    return matching
+    attributes: dict[str, object] = {}
+    for base in reversed(owner.__mro__):
+        attributes |= vars(base)
+    functions = ((name, value) for name, value in attributes.items() if isinstance(value, FunctionType))
+    return [name for name, value in functions if any(layer.__code__ is code for layer in layers(value))]
 
 
 def function_named(module: str, qualname: str, code: CodeType | None = None) -> FunctionType:
@@ -202,6 +198,8 @@ def function_named(module: str, qualname: str, code: CodeType | None = None) -> 
         value: Any = sys.modules[module]
         for name in qualname.split("."):
             value = inspect.getattr_static(value, name)
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
     except KeyError as error:
         raise SourceError(f"{module}.{qualname}: its module is not in sys.modules. Import it first") from error
     except (AttributeError, ValueError) as error:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.anatomy import handmade as h
 from tests.wiring.folders import IMAGES, X
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -181,6 +181,42 @@ def test_blocks_share_one_patched_class(vit: nn.Module) -> None:
     assert len({type(block) for block in vit.blocks}) == 1
     assert type(vit.blocks[0]).__name__ == "Block"
     assert isinstance(vit.blocks[0], timm.models.vision_transformer.Block)
+
+
+class OtherNames(nn.Module):
+    """`forward` is another name of `run`, and the additions are in a static and a class method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g, self.h = (nn.Linear(4, 4) for _ in range(3))
+
+    @staticmethod
+    def join(x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @classmethod
+    def joined(cls, x: Tensor, y: Tensor) -> Tensor:
+        return cls.join(y, x)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.join(x, self.f(x))
+        x = self.joined(self.g(x), x)
+        return x + self.h(x)
+
+    forward = run
+
+
+def test_other_names_of_a_method_and_static_helpers_are_rewired() -> None:
+    model, x = OtherNames(), torch.randn(2, 4)
+    plain = model(x)
+    wiring = unskip.rewire(model, Scale(0.5, 0.7), x)
+    expected = x
+    for f in (model.f, model.g, model.h):
+        expected = 0.5 * expected + 0.7 * f(expected)
+    assert torch.allclose(model(x), expected)
+    assert torch.allclose(model.run(x), expected)
+    wiring.undo()
+    assert torch.equal(model(x), plain)
 
 
 def test_shared_helper_uses_the_rule_of_each_site() -> None:
