@@ -56,6 +56,8 @@ def _function_source(code: CodeType, filename: str) -> FunctionSource:  # code o
     where = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
     if not lines:
         raise SourceError(f"{where}: its source is not available. Define the class in a file or a notebook cell.")
+    if code.co_name == "<lambda>":
+        raise SourceError(f"{where}: it adds in a lambda. Write it as a function.")
     tree = _parse(code.co_filename, "".join(lines))
     for node, class_name in _functions(tree):
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -137,6 +139,8 @@ def compile_function(
     if source.class_name is not None:
         body = [ast.ClassDef(source.class_name, bases=[], keywords=[], body=body, decorator_list=[])]
     arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
+    if source.class_name is not None and source.class_name not in free:
+        body.insert(0, ast.Global([source.class_name]))  # a method that names its class reads a global
     outer = ast.FunctionDef("unskip_scope", arguments, body, [], None)
     tree = ast.fix_missing_locations(ast.Module([*source.imports, outer], []))
     module = compile(tree, source.filename, "exec", like.co_flags & _FUTURE, dont_inherit=True)

@@ -219,6 +219,58 @@ def test_other_names_of_a_method_and_static_helpers_are_rewired() -> None:
     assert torch.equal(model(x), plain)
 
 
+class NamesItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.f(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + NamesItself.branch(self, x)
+
+
+def test_a_method_that_names_its_class_is_rewired() -> None:
+    model, x = NamesItself(), torch.randn(2, 4)
+    unskip.rewire(model, Scale(0.5, 0.7), x)
+    assert torch.allclose(model(x), 0.5 * x + 0.7 * model.f(x))
+
+
+class CompiledMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    @torch.compile(backend="eager")
+    def add(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x)
+
+
+def test_a_compiled_method_keeps_its_weights_in_a_compiled_model() -> None:
+    model, x = CompiledMethod(), torch.randn(2, 4)
+    unskip.rewire(model, Scale(0.5, 0.7), x)
+    expected = 0.5 * x + 0.7 * model.f(x)
+    assert torch.allclose(model(x), expected)
+    assert torch.allclose(torch.compile(model, backend="eager")(x), expected)
+    torch._dynamo.reset()
+
+
+def test_an_addition_in_a_lambda_has_the_reason() -> None:
+    class Lambda(nn.Module):
+        f, add = None, lambda self, x, y: x + y
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.add(x, x @ torch.ones(4, 4))
+
+    (site,) = unskip.audit(Lambda(), torch.randn(2, 4))
+    assert site.problem is not None
+    assert "adds in a lambda" in site.problem
+
+
 def test_shared_helper_uses_the_rule_of_each_site() -> None:
     model = h.HelperMethod()
     unskip.rewire(model, {"attention": Cut(), "mlp": Scale(0.5, 0.7)}, X)
