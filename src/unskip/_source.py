@@ -56,6 +56,8 @@ def _function_source(code: CodeType, filename: str) -> FunctionSource:  # code o
     where = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
     if not lines:
         raise SourceError(f"{where}: its source is not available. Define the class in a file or a notebook cell.")
+    if code.co_name == "<lambda>":
+        raise SourceError(f"{where}: it adds in a lambda. Write it as a function.")
     tree = _parse(code.co_filename, "".join(lines))
     for node, class_name in _functions(tree):
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -137,6 +139,8 @@ def compile_function(
     if source.class_name is not None:
         body = [ast.ClassDef(source.class_name, bases=[], keywords=[], body=body, decorator_list=[])]
     arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
+    if source.class_name is not None and source.class_name not in free:
+        body.insert(0, ast.Global([source.class_name]))  # a method that names its class reads a global
     outer = ast.FunctionDef("unskip_scope", arguments, body, [], None)
     tree = ast.fix_missing_locations(ast.Module([*source.imports, outer], []))
     module = compile(tree, source.filename, "exec", like.co_flags & _FUTURE, dont_inherit=True)
@@ -182,15 +186,11 @@ def layers(function: object, depth: int = _DECORATORS) -> Iterator[FunctionType]
 
 def names_of(owner: type, code: CodeType) -> list[str]:
     """The attributes of a class that run a code object (without those that a subclass overrides)."""
-    names = [code.co_name, *(name for base in owner.__mro__ for name in vars(base))]
-    matching = []
-    for name in dict.fromkeys(names):
-        value = inspect.getattr_static(owner, name, None)
-        if isinstance(value, FunctionType) and any(layer.__code__ is code for layer in layers(value)):
-            matching.append(name)
-            if name == code.co_name:
-                break  # the usual case; other names of the same method are not needed
-    return matching
+    attributes: dict[str, object] = {}
+    for base in reversed(owner.__mro__):
+        attributes |= vars(base)
+    functions = ((name, value) for name, value in attributes.items() if isinstance(value, FunctionType))
+    return [name for name, value in functions if any(layer.__code__ is code for layer in layers(value))]
 
 
 def function_named(module: str, qualname: str, code: CodeType | None = None) -> FunctionType:
@@ -202,6 +202,8 @@ def function_named(module: str, qualname: str, code: CodeType | None = None) -> 
         value: Any = sys.modules[module]
         for name in qualname.split("."):
             value = inspect.getattr_static(value, name)
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
     except KeyError as error:
         raise SourceError(f"{module}.{qualname}: its module is not in sys.modules. Import it first") from error
     except (AttributeError, ValueError) as error:

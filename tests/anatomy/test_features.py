@@ -8,7 +8,8 @@ import timm
 import torch
 from tests.anatomy import doubtful as d
 from tests.anatomy import handmade as h
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import BertConfig, BertModel
 
 import unskip
@@ -84,6 +85,93 @@ def test_feature_maps_become_tokens() -> None:
     final = model.forward_features(images)  # (images, dim, rows, cols)
     means = unskip.features(model, images, blocks=-1)[3]
     assert torch.allclose(model.norm_pre(final).mean((2, 3)), means, atol=1e-5)
+
+
+class FeatureMaps(nn.Module):
+    """(images, channels, rows, columns), with a Linear over the channels at the end, as in torchvision's ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise, self.mix = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(self.depthwise(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Pooled(nn.Module):
+    """The same layout, with a branch without weights, as in PoolFormer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.avg_pool2d(x, 3, 1, 1)
+
+
+class Sequence(nn.Module):
+    """(images, tokens, channels), with a convolution over the tokens, as the positions of wav2vec 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over_time = nn.Conv1d(6, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.over_time(x.transpose(1, 2)).transpose(1, 2).relu()
+
+
+class TokensOut(nn.Module):
+    """Adds to a feature map and returns tokens, as in Twins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = x.transpose(1, 2).unflatten(2, (2, -1))
+        return (maps + self.position(maps)).flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("block", "shape"),
+    [
+        (FeatureMaps, (2, 6, 3, 4)),
+        (FeatureMaps, (2, 6, 6, 6)),
+        (Pooled, (2, 6, 3, 4)),
+        (Sequence, (2, 5, 6)),
+        (Sequence, (2, 6, 6)),
+        (TokensOut, (2, 8, 6)),
+    ],
+)
+@torch.no_grad()
+def test_the_feature_axis_of_any_layout(block: type[nn.Module], shape: tuple[int, ...]) -> None:
+    model, x = nn.Sequential(block(), block()), torch.randn(shape)
+    expected = model[0](x)
+    if block in (FeatureMaps, Pooled):
+        expected = expected.flatten(2).transpose(1, 2)
+    assert torch.equal(unskip.features(model, x, pool=None)[0], expected)
+    assert torch.allclose(unskip.features(model, x)[0], expected.mean(1), atol=1e-6)
+    wiring = unskip.rewire(model, "learn:0.5,channel", x)
+    assert [parameter.numel() for parameter in wiring.parameters.values()] == [6, 6]
+
+
+class Stage(nn.Module):
+    """A residual of its own, then blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.layers = h.mlp(), nn.Sequential(h.PreNorm(), h.PreNorm())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x + self.f(x))
+
+
+@torch.no_grad()
+def test_nested_blocks_have_the_order_of_the_audit() -> None:
+    model, x = nn.Sequential(Stage(), Stage()), torch.randn(2, 5, h.DIM)
+    blocks = unskip.audit(model, x).blocks
+    outputs: dict[str, Tensor] = {}
+    for path in blocks:
+        model.get_submodule(path).register_forward_hook(lambda _, __, out, path=path: outputs.update({path: out}))
+    found = unskip.features(model, x, pool=None)
+    assert blocks == ("0", "0.layers.0", "0.layers.1", "1", "1.layers.0", "1.layers.1")
+    assert all(torch.equal(found[index], outputs[path]) for index, path in enumerate(blocks))
 
 
 @torch.no_grad()

@@ -50,6 +50,24 @@ def test_an_empty_cache_is_no_position_of_keys(name: str) -> None:
     assert part.extras == ATTENTIONS[name][-1]
 
 
+class Resampler(nn.Module):
+    """Latents attend to a context and to themselves, as in Flamingo's resampler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        both = torch.cat([context, x], 1)
+        weights = (self.q(x) @ self.k(both).transpose(1, 2)).softmax(-1)
+        return x + self.out(weights @ self.v(both))
+
+
+def test_keys_of_the_stream_and_of_another_sequence_are_reported() -> None:
+    (part,) = unskip.parts(Resampler(), (torch.randn(2, 3, 8), torch.randn(2, 5, 8))).attentions()
+    assert part.extras == ("input concatenation",)
+
+
 # Of the first MLP: its activation, the norm (kind, place, eps), the norm at the branch's end, LayerScale, extras.
 MLPS = {
     "timm_vit": ("gelu", ("layernorm", "pre", 1e-6), None, False, ()),

@@ -1,4 +1,4 @@
-"""torch.compile, torch.export and ONNX capture the rewired model as one graph."""
+"""torch.compile, torch.export, torch.fx and ONNX capture the rewired model as one graph; TorchScript is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.zoo.harness import difference, expected_warnings, floats, gradient_di
 from torch import Tensor, nn
 
 import unskip
-from unskip import Anneal, Cut, Decay, Keep
+from unskip import Anneal, Cut, Decay, Keep, Learn
+from unskip.errors import RewireError
 
 CLOSE = 1e-5
 
@@ -155,6 +156,32 @@ def test_an_annealed_weight_is_exported_with_its_current_value() -> None:
     wiring.step(10)
     assert difference(floats(program.module()(inputs)), half) < CLOSE
     assert difference(run(model, inputs), half) > 1e-2
+
+
+# --- torch.fx and TorchScript -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [Decay(0.3), Cut(), Learn(0.5)], ids=str)
+def test_feature_extractors_of_torchvision_match_the_rewired_model(rule: Any) -> None:
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    family = FAMILIES["torchvision_vit"]
+    inputs, model = family.inputs(2), rewired(family, rule)
+    extractor = create_feature_extractor(model, ["heads"])
+    assert difference(floats(extractor(inputs)), run(model, inputs)) < CLOSE
+    assert difference(run(family.build(), inputs), run(model, inputs)) > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:FutureWarning")
+def test_scripting_a_rewired_model_is_refused() -> None:
+    # TorchScript reads the source file, so it would silently give the plain model.
+    family = FAMILIES["timm_vit"]
+    model = rewired(family, Cut())
+    with pytest.raises(RewireError, match="Block is rewired"):
+        torch.jit.script(model)
+    unskip.Wiring.of(model).undo()
+    inputs = family.inputs(2)
+    assert difference(floats(torch.jit.script(model)(inputs)), run(model, inputs)) < CLOSE
 
 
 # --- ONNX -------------------------------------------------------------------------------------------------------------

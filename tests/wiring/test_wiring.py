@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.anatomy import handmade as h
 from tests.wiring.folders import IMAGES, X
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -181,6 +181,94 @@ def test_blocks_share_one_patched_class(vit: nn.Module) -> None:
     assert len({type(block) for block in vit.blocks}) == 1
     assert type(vit.blocks[0]).__name__ == "Block"
     assert isinstance(vit.blocks[0], timm.models.vision_transformer.Block)
+
+
+class OtherNames(nn.Module):
+    """`forward` is another name of `run`, and the additions are in a static and a class method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g, self.h = (nn.Linear(4, 4) for _ in range(3))
+
+    @staticmethod
+    def join(x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @classmethod
+    def joined(cls, x: Tensor, y: Tensor) -> Tensor:
+        return cls.join(y, x)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.join(x, self.f(x))
+        x = self.joined(self.g(x), x)
+        return x + self.h(x)
+
+    forward = run
+
+
+def test_other_names_of_a_method_and_static_helpers_are_rewired() -> None:
+    model, x = OtherNames(), torch.randn(2, 4)
+    plain = model(x)
+    wiring = unskip.rewire(model, Scale(0.5, 0.7), x)
+    expected = x
+    for f in (model.f, model.g, model.h):
+        expected = 0.5 * expected + 0.7 * f(expected)
+    assert torch.allclose(model(x), expected)
+    assert torch.allclose(model.run(x), expected)
+    wiring.undo()
+    assert torch.equal(model(x), plain)
+
+
+class NamesItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.f(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + NamesItself.branch(self, x)
+
+
+def test_a_method_that_names_its_class_is_rewired() -> None:
+    model, x = NamesItself(), torch.randn(2, 4)
+    unskip.rewire(model, Scale(0.5, 0.7), x)
+    assert torch.allclose(model(x), 0.5 * x + 0.7 * model.f(x))
+
+
+class CompiledMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    @torch.compile(backend="eager")
+    def add(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x)
+
+
+def test_a_compiled_method_keeps_its_weights_in_a_compiled_model() -> None:
+    model, x = CompiledMethod(), torch.randn(2, 4)
+    unskip.rewire(model, Scale(0.5, 0.7), x)
+    expected = 0.5 * x + 0.7 * model.f(x)
+    assert torch.allclose(model(x), expected)
+    assert torch.allclose(torch.compile(model, backend="eager")(x), expected)
+    torch._dynamo.reset()
+
+
+def test_an_addition_in_a_lambda_has_the_reason() -> None:
+    class Lambda(nn.Module):
+        f, add = None, lambda self, x, y: x + y
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.add(x, x @ torch.ones(4, 4))
+
+    (site,) = unskip.audit(Lambda(), torch.randn(2, 4))
+    assert site.problem is not None
+    assert "adds in a lambda" in site.problem
 
 
 def test_shared_helper_uses_the_rule_of_each_site() -> None:

@@ -62,7 +62,7 @@ def find_attention(graph: Graph, readers: list[list[int]], steps: list[Node]) ->
     cross = any(not _from_stream(graph, steps, part.of) for part in (k, v))
     if not _from_stream(graph, steps, q.of):
         raise Unviewable("the queries are not a linear map of the normalised stream")
-    extras = input_extras(graph, steps, q.of.source)
+    extras = [extra for part in (q, k, v) for extra in input_extras(graph, steps, part.of.source)]
     extras += _extras(graph, q.of.result, query, "query-key")
     extras += _extras(graph, k.of.result, key, "query-key")
     extras += _extras(graph, v.of.result, value, "value")
@@ -211,11 +211,13 @@ def _is_norm(node: Node) -> bool:
 
 
 def input_extras(graph: Graph, steps: list[Node], target: int) -> list[str]:
-    """Steps on a branch's input besides its norm: added positions, modulation by a condition."""
+    """Steps on a branch's input besides its norm: added positions, modulation by a condition, another sequence."""
     extras = []
     for node in steps:
         on_path = node.index <= target and node.index in graph.nodes[target]
-        if on_path and not _is_norm(node) and len(node.parents) == 2:
+        if on_path and node.op == "cat" and _joins(graph, node):
+            extras.append("input concatenation")
+        elif on_path and not _is_norm(node) and len(node.parents) == 2:
             extras += ["input modulation"] if node.op == "mul" else ["input sum"] if node.op in _ops.ADD else []
     return list(dict.fromkeys(extras))
 

@@ -32,8 +32,9 @@ class Audit(Sequence[Site]):
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The paths of the blocks that contain the sites, as `features` and `measure` accept them."""
-        return tuple(dict.fromkeys(site.block for site in self.sites if site.regular))
+        """The paths of the blocks that contain the sites, in the order of `features` and `measure`: by last site."""
+        last = {site.block: site.index for site in self.sites if site.regular}
+        return tuple(sorted(last, key=lambda path: last[path]))
 
     @property
     def shown_blocks(self) -> str:

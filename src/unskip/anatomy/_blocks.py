@@ -81,8 +81,8 @@ def _recorded(sites: Sequence[Site]) -> tuple[Block, ...]:
     """Blocks from recorded sites without a trace, on the assumption that their modules return the stream."""
     last = {site.block: site for site in sites if site.regular}
     return tuple(
-        Block(index, path, (site.index,), site.axis, 0, site.index, (Tap(path),))
-        for index, (path, site) in enumerate(last.items())
+        Block(index, site.block, (site.index,), site.axis, 0, site.index, (Tap(site.block),))
+        for index, site in enumerate(sorted(last.values(), key=lambda site: site.index))
     )
 
 
@@ -108,7 +108,7 @@ def blocks_in(model: nn.Module, trace: ModelTrace, blocks: object = "all") -> tu
     else:
         for path in dict.fromkeys(site.block for site in sites):
             all_blocks.append(finder.block(path, [site for site in sites if site.block == path], path))
-    all_blocks.sort(key=lambda block: block.node)
+    all_blocks.sort(key=lambda block: block.sites[-1])
     return tuple(replace(block, index=index) for index, block in enumerate(all_blocks))
 
 
@@ -199,7 +199,13 @@ class _Finder:
             node = self._returned(last.path, last)
         node = self._after(last) if node is None else node
         indices = tuple(site.index for site in sites)
-        return Block(0, name, indices, last.axis, node, last.index, self._taps(node, path, last))
+        return Block(0, name, indices, self._axis(node, last), node, last.index, self._taps(node, path, last))
+
+    def _axis(self, node: int, site: Site) -> int:
+        """The feature axis of a block's output, which may have another layout than the sum of its last site."""
+        shape = self.graph.nodes[node].shape
+        axes = (site.axis, -1, 1) if len(shape) == site.rank else (-1, 1)
+        return next((axis for axis in axes if shape[axis:][:1] == (site.features,)), site.axis)
 
     def _returned(self, path: str, last: Site) -> int | None:
         """The output of a module that was computed from the sum of its last site, if there is one."""

@@ -41,7 +41,8 @@ def refuse_wrapped(model: nn.Module) -> None:
                 raise WrappedError(f"{where} is sharded by FSDP. Rewire the plain model first, then call fully_shard.")
             if cls.__module__.startswith("torch.jit"):
                 raise WrappedError(
-                    f"{where} is a TorchScript module, which has no Python source. Rewire before scripting."
+                    f"{where} is a TorchScript module, which has no Python source. Rewire the plain model, then use "
+                    "torch.export or torch.jit.trace."
                 )
         if "forward" in vars(module) and getattr(vars(module)["forward"], "__self__", None) is not module:
             raise WrappedError(

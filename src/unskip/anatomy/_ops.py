@@ -26,6 +26,7 @@ PART = frozenset(
     "slice narrow select split split_with_sizes unbind chunk index index_select gather constant_pad_nd "
     "take_along_dim unfold".split()
 )
+TURN = frozenset({"permute", "transpose", "mT"})  # reorders axes
 SCALE = frozenset({"mul", "div"})
 POWERS = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
 
@@ -108,6 +109,11 @@ def is_matmul(name: str) -> bool:
 
 def is_convolution(name: str) -> bool:
     return "conv" in name
+
+
+def is_channels_first(name: str) -> bool:
+    """Whether axis 1 of its argument has the channels."""
+    return is_convolution(name) or "pool" in name or bool(re.search(r"(batch|group|instance)_norm", name))
 
 
 def is_norm(name: str) -> bool:

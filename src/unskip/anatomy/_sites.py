@@ -246,7 +246,7 @@ def _site(
     kind: Kind = "other" if first.copies else "parallel" if {"attention", "mlp"} <= kinds else kind_of(graph, steps)
     assert draft.module is not None
     shape = first.add.shape
-    axis = channel_axis(graph.nodes, first.path, shape)
+    axis = channel_axis(graph.nodes, first.path, graph.nodes[first.root].shape if first.projected else shape)
     ratio = first.add.ratio
     if ratio is not None and first.side == "right":
         ratio = 1 / ratio if ratio else float("inf")

@@ -143,10 +143,24 @@ def reach(nodes: list[Node], readers: list[list[int]], index: int) -> set[int]:
 
 
 def channel_axis(nodes: list[Node], path: list[Node], shape: tuple[int, ...]) -> int:
-    """The feature axis: 1 for a convolutional feature map, else the last."""
-    weights = [node for node in path if _ops.is_matmul(node.op) and not is_product(nodes, node)]
-    if len(shape) >= 3 and weights and _ops.is_convolution(weights[-1].op) and len(weights[-1].shape) == len(shape):
-        return 1
+    """The feature axis of a stream: 1 if channels come first, as in a feature map, else the last.
+
+    It is the axis with as many entries as the first operator of the branch that tells has features.
+    """
+    turned = False
+    for node in path if len(shape) > 2 else ():
+        turned = turned or node.op in _ops.TURN
+        first = _ops.is_channels_first(node.op)
+        if not first and not (node.op == "native_layer_norm" or _ops.is_matmul(node.op)):
+            continue
+        read = next((nodes[parent].shape for parent in node.parents if not nodes[parent].fixed), ())
+        if is_product(nodes, node) or len(read) < 2:
+            continue
+        if not first and len(shape) == 3:
+            return -1  # a matrix product over the other axis mixes tokens
+        one, last = (size == read[1 if first else -1] for size in (shape[1], shape[-1]))
+        if one or last:
+            return 1 if one and (not last or first is not turned) else -1
     return -1
 
 

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -84,6 +84,7 @@ def patched(base: Any, patch: Patch) -> Any:
     namespace[PATCH] = patch
     namespace["__reduce_ex__"] = _reduce
     namespace["_apply"] = _move
+    namespace["__prepare_scriptable__"] = _refuse_script
     return types.new_class(base.__name__, (base,), {}, lambda body: body.update(namespace))
 
 
@@ -116,6 +117,14 @@ def _move(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True)
     state = vars(self)
     state.update({name: value.moved(fn) for name, value in state.items() if isinstance(value, Held)})
     return self
+
+
+def _refuse_script(self: nn.Module) -> NoReturn:
+    """Called by torch.jit.script, which would compile the source file and so the plain model."""
+    raise RewireError(
+        f"{type(self).__name__} is rewired, and torch.jit.script reads the source file, which has no shortcut weights. "
+        "Use torch.export, or torch.jit.trace."
+    )
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 Number = float | Tensor
 _HALF = (torch.bfloat16, torch.float16)
@@ -48,6 +49,9 @@ def mix(
     not reach the result, which is the branch itself unless `fresh` is set (for models that write into the sum).
     `left` is the left operand of the addition: the sum has its memory layout, as later views may require.
     """
+    if isinstance(stream, Proxy):  # torch.fx records one call, with the weights of now
+        now = [weight.number if isinstance(weight, Held) else weight for weight in (alpha, beta)]
+        return stream.tracer.create_proxy("call_function", mix, (stream, branch, *now, into, fresh, left), {})
     if not isinstance(branch, Tensor):  # an optional branch that is the number 0
         branch = torch.full_like(stream, branch)
     traced = torch.compiler.is_compiling() and (isinstance(alpha, Held) or isinstance(beta, Held))

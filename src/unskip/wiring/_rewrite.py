@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from unskip._source import (
     FunctionNode,
@@ -145,16 +145,22 @@ def _rewrap(function: FunctionType, old: FunctionType, new: FunctionType) -> Fun
     cells = []
     for cell in function.__closure__ or ():
         content = cell.cell_contents if cell != CellType() else None
-        if isinstance(content, FunctionType) and any(layer is old for layer in layers(content)):
+        if _wraps(content, old):
             cells.append(CellType(_rewrap(content, old, new)))
         elif isinstance(content, tuple) and content == tuple(inspect.signature(old).parameters):
             cells.append(CellType((*content, WEIGHTS)))  # the argument names that a wrapper passes on
         else:
             cells.append(cell)
     wrapper = _function(function, function.__code__, tuple(cells))
-    if getattr(function, "__wrapped__", None) is old:
-        wrapper.__wrapped__ = new  # type: ignore[attr-defined]
+    for name, value in vars(function).items():  # __wrapped__, and what torch.compile reads: _torchdynamo_orig_callable
+        if _wraps(value, old):
+            setattr(wrapper, name, _rewrap(value, old, new))
     return wrapper
+
+
+def _wraps(value: object, function: FunctionType) -> TypeGuard[FunctionType]:
+    """Whether a value is the function or one of its decorators' wrappers."""
+    return isinstance(value, FunctionType) and any(layer is function for layer in layers(value))
 
 
 class _Redirect:
