@@ -158,6 +158,10 @@ def test_no_run(tmp_path: Path) -> None:
         read_groups([tmp_path / "x"])
     with pytest.raises(BadInput, match=r"no config.json"):
         read_groups([tmp_path])
+    for name in ("config.json", "model.safetensors"):  # a folder of transformers, or of unskip.save
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(BadInput, match=r"no config.json of a run"):
+        read_groups([tmp_path])
 
 
 @given(

@@ -117,6 +117,12 @@ def evaluate_model(
     dense_names, names = _split_protocols(protocols, dense, options)
     split = split or "test"
     results: list[Result] = []
+    text = [name for name in names if protocol(name).needs == "predictions"]
+    if text:
+        raise BadInput(
+            f"{', '.join(text)}: evaluated for the run of a language model; for another model, in Python: "
+            "unskip.evals.evaluate(model, None, unskip.data.TextFeed(...), [...])"
+        )
     if names:
         if data is None:
             raise BadInput(f"{', '.join(names)}: give the images to evaluate on, --data DATA")
