@@ -242,8 +242,11 @@ def _append(trained: Trained, results: Sequence[Result], options: Mapping[str, A
     """Adds rows to evals.jsonl, with the settings that are not part of the protocol."""
     about = {key: options[key] for key in ("data", "size") if options.get(key) is not None}
     about |= {"seed": options.get("seed", 0), "precision": options.get("precision", "float32")}
-    for result in results if is_main() else ():
-        trained.folder.append("evals.jsonl", {"step": trained.step, **result.to_dict(), **about})
+    try:
+        for result in results if is_main() else ():
+            trained.folder.append("evals.jsonl", {"step": trained.step, **result.to_dict(), **about})
+    except OSError as error:  # a full disk or a run of another user; the results are returned all the same
+        warn(f"{trained.folder.path}: results were not added to evals.jsonl ({error.strerror})")
 
 
 def _flow(trained: Trained) -> Any:
