@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.report.runs import folder
 
+from unskip import report
 from unskip.errors import BadInput
 from unskip.report._read import read_groups, read_run
 
@@ -127,6 +128,19 @@ def test_measurements_with_other_settings_have_other_names(tmp_path: Path) -> No
     assert names == ["knn20", "knn20 of class tokens", "knn20 on the validation split", "knn20 in bf16"]
     held = read_run(folder(tmp_path / "b", evals=[{**row, "split": "val", "knn20": 0.5}], validate=True))
     assert "knn20" in held.evals[0]
+
+
+def test_a_metric_of_two_protocols_is_not_joined(tmp_path: Path) -> None:
+    row = {"step": 30, "block": 1, "n": 24, "mean_iou": 0.5, "rank": 2.0, "intervals": {"mean_iou": [0.4, 0.6]}}
+    for name, protocol in (("a", "segment-ridge-v1"), ("b", "segment-linear-v1")):
+        folder(tmp_path / name, evals=[{**row, "evaluation": protocol}], lr=0.1 if name == "a" else 0.2)
+    folder(tmp_path / "c", evals=[{**row, "evaluation": "segment-ridge-v1"}], recipe="dino")
+    runs = [run for group in read_groups([tmp_path]) for run in group.runs]
+    titles = ["mean_iou (segment-ridge-v1)", "mean_iou (segment-linear-v1)", "mean_iou"]
+    assert [next(name for name in run.evals[0] if name.startswith("mean_iou")) for run in runs] == titles
+    assert [list(run.evals[0]["intervals"]) for run in runs] == [[title] for title in titles]
+    page = report.write([tmp_path], tmp_path / "page.html", look=False).read_text()
+    assert "mean_iou (segment-ridge-v1), n = 24" in page
 
 
 def test_several_blocks_in_one_row_of_the_log(tmp_path: Path) -> None:
