@@ -44,3 +44,15 @@ def test_blocks_are_refused_where_the_whole_model_is_evaluated(
         assert f"--blocks 0: {names} evaluate the whole model" in capsys.readouterr().err
     assert cli.main(["eval", "no-such-run", "--protocol", "accuracy-v1,rank-v1", "--blocks", "0"]) == 2
     assert "no-such-run" in capsys.readouterr().err
+
+
+def test_text_is_for_runs_and_the_message_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("a text")
+    options = ["--random", "--data", ".", "--protocol", "bits-per-byte-v1", "--size", "32"]
+    assert cli.main(["eval", "timm:test_vit", *options]) == 2
+    err = capsys.readouterr().err
+    assert "bits-per-byte-v1: evaluated for the run of a language model" in err
+    assert "unskip.evals.evaluate(model, None, unskip.data.TextFeed(...)" in err

@@ -119,6 +119,9 @@ def test_token_ids_are_drawn_or_read(run: Any, name: str, tmp_path: Path) -> Non
     drawn, read = (strict(run("measure", *options, data)[1]) for data in ("random:5", "random-ids.npy"))
     assert (drawn["samples"], read["samples"], read["tokens"]) == (5, 3, 5)
     assert drawn["blocks"][0]["echo"] is not None  # no two samples alike
+    code, _, err = run("measure", *options, str(tmp_path))
+    assert code == 2
+    assert "the model takes no images; give an .npy file of its inputs, or random:8. Text is read for the run" in err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from PIL import Image
 
 from unskip.data import batch
 from unskip.data._batch import IMAGENET_MEAN, IMAGENET_STD
-from unskip.errors import BadInput
+from unskip.errors import BadInput, UnskipWarning
 
 PLAIN: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 RNG = numpy.random.default_rng(0)
@@ -149,10 +149,15 @@ def test_one_channel_can_be_requested(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n broken"])
-def test_a_broken_image_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_broken_image_is_named_and_replaced(tmp_path: Path, content: bytes) -> None:
     save(tmp_path / "a.png", (1, 2, 3))
     (tmp_path / "b.png").write_bytes(content)
-    with pytest.raises(BadInput, match=r"b\.png: cannot be read as an image"):
+    with pytest.warns(UnskipWarning, match=r"b\.png: cannot be read as an image .*; the next image") as caught:
+        x = batch(tmp_path, size=4)
+    assert caught[0].filename == __file__
+    assert torch.equal(x[0], x[1])
+    (tmp_path / "c.png").write_bytes(content)
+    with pytest.raises(BadInput, match=r"c\.png: cannot be read as an image"):
         batch(tmp_path, size=4)
 
 

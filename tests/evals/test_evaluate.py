@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,6 +149,10 @@ def test_all_protocols_over_depth() -> None:
     low, high = results[7].intervals["probe_lbfgs"]
     assert f"{accuracy:.4g} [{low:.3f}, {high:.3f}]" in shown
     assert results[4].intervals == {}  # a rank is not a fraction
+    both = evals.by_depth([results[0], replace(results[0], protocol="knn-cls-v1", values={"knn10": 0.25})])
+    assert "knn10 (knn-dino-v1)" in both.splitlines()[0]
+    assert "knn10 (knn-cls-v1)" in both.splitlines()[0]
+    assert "0.25" in both.splitlines()[2]
 
 
 def test_changes_reach_every_kind_of_protocol_or_are_refused() -> None:

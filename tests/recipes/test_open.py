@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -152,6 +153,19 @@ def test_data_that_changed_is_refused(change: Any, named: str, tmp_path: Path) -
     change(data)
     with pytest.raises(BadInput, match=named):
         unskip.resume(tmp_path / "run", quiet=True)
+
+
+def test_results_are_returned_where_the_run_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, or in a run of another user."""
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trained("supervised", tmp_path / "run", folder_of_images(tmp_path / "data", 20))
+    monkeypatch.setattr(RunFolder, "append", full)
+    with pytest.warns(UnskipWarning, match=r"results were not added to evals.jsonl \(No space left on device\)"):
+        _, results = evaluate_run(tmp_path / "run", ["accuracy-v1"])
+    assert results[0].n == 40
 
 
 def test_a_run_continues_with_changed_data_if_allowed(tmp_path: Path) -> None:

@@ -240,6 +240,18 @@ def test_frozen_heads_that_do_not_carry_are_noted() -> None:
     assert not said(1, "skipless:carry=1")
 
 
+def test_a_model_that_does_not_fit_the_data_is_refused_before_the_first_step() -> None:
+    """On a GPU a label without a logit would stop with an error that names neither."""
+    for arguments, message in {
+        "num_classes=4": r"returns torch.float32 \(2, 4\) for 2 images, and the data has 10 classes",
+        "in_chans=3": "does not take images of 1 x 8 x 8: RuntimeError",
+    }.items():
+        with pytest.raises(BadInput, match=message):
+            recipes.build_task(tiny(model_args=f"{TINY['model_args']},{arguments}"))
+    task, _ = recipes.build_task(tiny(model_args=f"{TINY['model_args']},num_classes=20"))
+    assert any("has 20 logits, and the data has 10 classes" in note for note in task.notes)
+
+
 def test_drop_path_is_off_where_skips_are_cut(tmp_path: Path) -> None:
     def rates(**changes: Any) -> set[float]:
         task, _ = unskip.recipes.build_task(tiny(drop_path=0.5, **changes))

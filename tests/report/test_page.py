@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import errno
 import io
 import json
 import math
@@ -295,6 +296,18 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ([], [str(tmp_path / "x")], [str(run), "--look", "-1"]):
         assert cli.main(["report", *wrong]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object, **options: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = folder(tmp_path / "run")
+    monkeypatch.setattr(Path, "write_text", full)
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "page.html"), "--look", "0"]) == 1
+    assert capsys.readouterr().err == "unskip: cannot write: No space left on device\n"
 
 
 def test_runs_of_language_models(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.report.runs import folder
 
+from unskip import report
 from unskip.errors import BadInput
 from unskip.report._read import read_groups, read_run
 
@@ -129,6 +130,19 @@ def test_measurements_with_other_settings_have_other_names(tmp_path: Path) -> No
     assert "knn20" in held.evals[0]
 
 
+def test_a_metric_of_two_protocols_is_not_joined(tmp_path: Path) -> None:
+    row = {"step": 30, "block": 1, "n": 24, "mean_iou": 0.5, "rank": 2.0, "intervals": {"mean_iou": [0.4, 0.6]}}
+    for name, protocol in (("a", "segment-ridge-v1"), ("b", "segment-linear-v1")):
+        folder(tmp_path / name, evals=[{**row, "evaluation": protocol}], lr=0.1 if name == "a" else 0.2)
+    folder(tmp_path / "c", evals=[{**row, "evaluation": "segment-ridge-v1"}], recipe="dino")
+    runs = [run for group in read_groups([tmp_path]) for run in group.runs]
+    titles = ["mean_iou (segment-ridge-v1)", "mean_iou (segment-linear-v1)", "mean_iou"]
+    assert [next(name for name in run.evals[0] if name.startswith("mean_iou")) for run in runs] == titles
+    assert [list(run.evals[0]["intervals"]) for run in runs] == [[title] for title in titles]
+    page = report.write([tmp_path], tmp_path / "page.html", look=False).read_text()
+    assert "mean_iou (segment-ridge-v1), n = 24" in page
+
+
 def test_several_blocks_in_one_row_of_the_log(tmp_path: Path) -> None:
     row = {"step": 30, "evaluation": "x", "rank": 3.0, "cls_knn20": 0.5, "rank_block_0": 2.0, "rank_block_1": 3.0}
     run = read_run(folder(tmp_path / "a", evals=[row]))
@@ -157,6 +171,10 @@ def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no such folder"):
         read_groups([tmp_path / "x"])
     with pytest.raises(BadInput, match=r"no config.json"):
+        read_groups([tmp_path])
+    for name in ("config.json", "model.safetensors"):  # a folder of transformers, or of unskip.save
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(BadInput, match=r"no config.json of a run"):
         read_groups([tmp_path])
 
 

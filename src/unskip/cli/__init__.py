@@ -11,6 +11,7 @@ it runs, so that help and version are fast. This module imports little, because 
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -111,6 +112,11 @@ def _main(args: list[str]) -> int:
     except UnskipError as error:
         print(f"unskip: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        print(f"unskip: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def _plugins(args: list[str]) -> tuple[list[str], list[str]]:

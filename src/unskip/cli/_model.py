@@ -130,6 +130,11 @@ def samples_for(
     if len(example.values) > 1 or not images:
         if source.startswith("random:"):
             return _noise(example, source, len(data_batch(source, size=1)), bool(shapes)), None
+        if not source.endswith(".npy"):
+            raise BadInput(
+                f"--data {source}: the model takes no images; give an .npy file of its inputs, or random:{n}. Text is "
+                "read for the run of a language model"
+            )
         ids = data_batch(source, n)
         return dict.fromkeys(list(example.kwargs)[:1], ids) or (ids,), None
     channels, *size = images[0].shape[1:]

@@ -6,7 +6,7 @@ classes gives some of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from unskip._warn import warn
 from unskip.data._augment import IMAGENET_MEAN, IMAGENET_STD, Interpolation, central
 from unskip.data._decode import opened, pixels
 from unskip.data._device import crop_resize
@@ -52,7 +53,7 @@ def batch(
     images: Tensor | list[Tensor]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-        images = [_image(files[i], len(mean)) for i in _spread(len(files), n)] if files else _set(text, n)
+        images = _read(lambda i: _image(files[i], len(mean)), len(files), n) if files else _set(text, n)
     elif path.suffix == ".npy" and path.is_file():
         images = _array(path, n)
         if images.ndim != 4 or images.shape[1] not in (1, 3):
@@ -80,10 +81,22 @@ def _noise(text: str, channels: int, height: int, width: int, seed: int) -> Tens
 def _set(source: str, n: int) -> Tensor | list[Tensor]:
     """Images of a set as bytes, each (channels, height, width)."""
     images = open_images(source)
-    rows = _spread(len(images), n)
-    if images.reader is None:
-        return images.load(rows)
-    return [pixels(images.reader, row).expand(3, -1, -1) for row in rows]
+    reader = images.reader
+    if reader is None:
+        return images.load(_spread(len(images), n))
+    return _read(lambda row: pixels(reader, row).expand(3, -1, -1), len(images), n)
+
+
+def _read(image: Callable[[int], Tensor], total: int, n: int) -> list[Tensor]:
+    """Images evenly spread over a set; the next one, with a warning, in place of one that cannot be read."""
+    images = []
+    for row in _spread(total, n):
+        try:
+            images.append(image(row))
+        except BadInput as error:
+            images.append(image((row + 1) % total))
+            warn(f"{error}; the next image takes its place")
+    return images
 
 
 def _image(file: Path, channels: int) -> Tensor:

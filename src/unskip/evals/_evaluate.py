@@ -7,6 +7,7 @@ blocks, patches, logits) are gathered together, and each evaluator gets its part
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -190,12 +191,17 @@ def _preprocess(model: nn.Module, data: Data, size: int | None, normalise: Norma
 def by_depth(results: Sequence[Result]) -> str:
     """A table with a row for each block and a column for each number, fractions with their 95% intervals.
 
-    Many numbers of a whole model get a row each. Features of noisy images get a row for each time and block.
+    Many numbers of a whole model get a row each. Features of noisy images get a row for each time and block. A name
+    that several protocols give, such as mean_iou, gets a column for each of them.
     """
-    columns = list(dict.fromkeys(name for each in results for name in each.values))
+    names = {(name, each.protocol) for each in results for name in each.values}
+    shared = {name for name, count in Counter(name for name, _ in names).items() if count > 1}
     cells: dict[tuple[float | None, int | None], dict[str, str]] = {}
     for each in results:
-        cells.setdefault((each.time, each.block), {}).update({name: _cell(each, name) for name in each.values})
+        titles = {name: f"{name} ({each.protocol})" if name in shared else name for name in each.values}
+        row = cells.setdefault((each.time, each.block), {})
+        row.update({title: _cell(each, name) for name, title in titles.items()})
+    columns = list(dict.fromkeys(title for row in cells.values() for title in row))
     if [*cells] == [(None, None)] and len(columns) > _ACROSS:
         return table(("number", "value"), [*cells[None, None].items()])
     paths = {each.block: each.path for each in results}

@@ -117,6 +117,12 @@ def evaluate_model(
     dense_names, names = _split_protocols(protocols, dense, options)
     split = split or "test"
     results: list[Result] = []
+    text = [name for name in names if protocol(name).needs == "predictions"]
+    if text:
+        raise BadInput(
+            f"{', '.join(text)}: evaluated for the run of a language model; for another model, in Python: "
+            "unskip.evals.evaluate(model, None, unskip.data.TextFeed(...), [...])"
+        )
     if names:
         if data is None:
             raise BadInput(f"{', '.join(names)}: give the images to evaluate on, --data DATA")
@@ -236,8 +242,11 @@ def _append(trained: Trained, results: Sequence[Result], options: Mapping[str, A
     """Adds rows to evals.jsonl, with the settings that are not part of the protocol."""
     about = {key: options[key] for key in ("data", "size") if options.get(key) is not None}
     about |= {"seed": options.get("seed", 0), "precision": options.get("precision", "float32")}
-    for result in results if is_main() else ():
-        trained.folder.append("evals.jsonl", {"step": trained.step, **result.to_dict(), **about})
+    try:
+        for result in results if is_main() else ():
+            trained.folder.append("evals.jsonl", {"step": trained.step, **result.to_dict(), **about})
+    except OSError as error:  # a full disk or a run of another user; the results are returned all the same
+        warn(f"{trained.folder.path}: results were not added to evals.jsonl ({error.strerror})")
 
 
 def _flow(trained: Trained) -> Any:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unskip._checks import kind_of
 from unskip._extras import need
+from unskip._modes import quiet
 from unskip.data import Feed, ImageSet
 from unskip.errors import BadInput, UnskipWarning
 from unskip.recipes._config import Config
@@ -144,6 +146,7 @@ class Classification(Objective):
 
     config: Supervised
     model_config: Supervised  # as the model was built; `start` may turn drop path off in `config`
+    classes: int  # of the training set
     teacher: Teacher | None = None
 
     def check(self) -> None:
@@ -158,9 +161,14 @@ class Classification(Objective):
     def builder(self, facts: Facts) -> dict[str, Any]:
         return {"spec": self.config.model, "kwargs": _arguments(self.config, facts)}
 
+    def facts(self, images: ImageSet) -> Facts:
+        self.classes = len(images.classes)
+        return super().facts(images)
+
     def start(self, model: nn.Module, sample: Tensor) -> list[str]:
         config = self.model_config = self.config
         notes = [] if config.weights is None else _load_weights(config, model)
+        notes += _check_logits(config.model, model, sample[:2], self.classes)
         if config.teacher is not None:
             self.teacher = Teacher(model, config.temperature, config.compile)
         if (wiring := find_wiring(model)) is not None:
@@ -225,6 +233,23 @@ def _arguments(config: Supervised, facts: Facts) -> dict[str, Any]:
     return defaults | arguments
 
 
+def _check_logits(name: str, model: nn.Module, images: Tensor, classes: int) -> list[str]:
+    """Raises BadInput for a model that is no classifier of these images; a note about logits of no class."""
+    try:
+        with quiet(model, training=False):
+            logits = model(images)
+    except Exception as error:  # a model of one's own raises anything
+        size = " x ".join(map(str, images.shape[1:]))
+        raise BadInput(f"{name} does not take images of {size}: {type(error).__name__}: {error}") from error
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
+        raise BadInput(
+            f"{name} returns {kind_of(logits)} for {len(images)} images, and the data has {classes} classes; return "
+            "logits of shape (images, classes)"
+        )
+    known = logits.shape[1]
+    return [] if known == classes else [f"{name} has {known} logits, and the data has {classes} classes"]
+
+
 def _load_weights(config: Supervised, model: nn.Module) -> list[str]:
     """Loads the weights of a config; returns notes about them."""
     notes = []
@@ -244,7 +269,8 @@ def _load_weights(config: Supervised, model: nn.Module) -> list[str]:
             wiring = find_wiring(load(folder, model))
         except Mismatch as error:  # its advice is for callers of `load`
             raise BadInput(
-                f"{config.weights}: {error.difference}; use the model, model_args, size and patch it was saved with"
+                f"{config.weights}: {error.difference}; use the model, model_args, size and patch it was saved with, "
+                "and as many classes"
             ) from error
         if (means := ema_weights(folder)) is not None:
             model.load_state_dict(means)  # as in unskip.load

@@ -93,7 +93,7 @@ def results(groups: Sequence[Group]) -> tuple[list[str], list[list[object]]]:
 def _head(name: str) -> str:
     """A metric's name and unit, as a column header."""
     title, unit = title_and_unit(name)
-    suffix = unit[unit.rindex("(") :] if unit.endswith(")") else ""
+    suffix = unit[unit.rindex("(") :] if unit.endswith(")") and unit != title else ""  # title, where none is known
     return f"{title} {suffix}".strip()
 
 

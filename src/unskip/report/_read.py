@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unskip.errors import BadInput
-from unskip.report._rows import evaluations, numbers, read_rows, read_text
+from unskip.report._rows import LABELS, evaluations, numbers, read_rows, read_text
 from unskip.report._text import clean
 from unskip.training import find_runs
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from unskip.report._look import Look
 
 FILES = ("metrics.jsonl", "evals.jsonl", "warnings.jsonl")
+_PROTOCOL = re.compile(r".+-v\d+")
 _SEED = re.compile(r"[-_ .]?seed[-_=]?\d+$", re.IGNORECASE)
 
 
@@ -116,7 +117,7 @@ def read_groups(paths: Iterable[str | Path]) -> list[Group]:
     unique: dict[Path, Path] = {}
     for folder in folders:
         unique.setdefault(folder.resolve(), folder)
-    runs = [read_run(folder) for folder in unique.values()]
+    runs = _by_protocol([read_run(folder) for folder in unique.values()])
     by_config: dict[str, list[Run]] = {}
     for run in runs:
         rest = {name: value for name, value in run.config.items() if name != "seed"}
@@ -125,6 +126,27 @@ def read_groups(paths: Iterable[str | Path]) -> list[Group]:
         by_config.setdefault(key, []).append(run)
     groups = [Group(_label(members), tuple(members)) for members in by_config.values()]
     return _unique(groups)
+
+
+def _by_protocol(runs: Sequence[Run]) -> list[Run]:
+    """Adds the protocol to the metrics that several of a recipe's share, as both segment protocols have mean_iou."""
+    protocols: dict[tuple[str, str], set[str]] = {}
+    for run in runs:
+        for row in run.evals:
+            if _PROTOCOL.fullmatch(str(row.get("evaluation"))):  # training also evaluates under other names
+                for name in row.keys() - set(LABELS):
+                    protocols.setdefault((str(run.config.get("recipe")), name), set()).add(row["evaluation"])
+
+    def named(run: Run, row: dict[str, Any]) -> dict[str, Any]:
+        of_name = {name: protocols.get((str(run.config.get("recipe")), name), set()) for name in row}
+        new = {
+            name: f"{name} ({row['evaluation']})" if len(known) > 1 and row.get("evaluation") in known else name
+            for name, known in of_name.items()
+        }
+        intervals = {new.get(name, name): ends for name, ends in row["intervals"].items()}
+        return {new[name]: value for name, value in row.items()} | {"intervals": intervals}
+
+    return [replace(run, evals=tuple(named(run, row) for row in run.evals)) for run in runs]
 
 
 def by_recipe(groups: Sequence[Group]) -> dict[str, list[Group]]:

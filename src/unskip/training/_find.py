@@ -15,13 +15,14 @@ def find_runs(path: str | Path) -> list[Path]:
         raise BadInput(f"{path}: no such folder; name the folder of a run")
     runs = _runs(folder, depth=2)
     if not runs:
-        raise BadInput(f"{path}: no run there (no config.json or metrics.jsonl in it or in its folders)")
+        raise BadInput(f"{path}: no run there (no config.json of a run or metrics.jsonl in it or in its folders)")
     return runs
 
 
 def _runs(folder: Path, depth: int) -> list[Path]:
     if any((folder / name).is_file() for name in ("config.json", "metrics.jsonl")):
-        return [folder]
+        saved = (folder / "model.safetensors").is_file()  # of unskip.save or transformers: a run has its weights deeper
+        return [] if saved else [folder]
     children = sorted((path for path in folder.iterdir() if path.is_dir()), key=_natural) if depth else []
     return [run for child in children for run in _runs(child, depth - 1)]
 

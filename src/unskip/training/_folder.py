@@ -118,7 +118,9 @@ class RunFolder:
         try:
             return json.loads((self.path / "config.json").read_text())[name]
         except KeyError:
-            raise LoadError(f"{self.path / 'config.json'}: no {name!r}; another version made this run") from None
+            raise LoadError(
+                f"{self.path / 'config.json'}: no {name!r}; it is not that of a run, or another version's"
+            ) from None
         except (OSError, ValueError) as error:
             raise LoadError(f"{self.path / 'config.json'}: damaged ({error})") from error
 
