@@ -283,3 +283,21 @@ def test_muon_uses_adamw_for_a_weight_of_one_row() -> None:
     used = {id(param): group["use"] for group in optimizer.param_groups for param in group["params"]}
     assert used[id(model[0].weight)] == "muon"
     assert used[id(model[2].weight)] == "adamw"
+
+
+def test_a_registered_optimizer_gets_the_groups() -> None:
+    class Plain(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float = 0.0) -> None:
+            super().__init__(params, lr=lr, weight_decay=weight_decay, momentum=momentum)
+
+    assert unskip.optim.register("plain-sgd")(Plain) is Plain
+    found = build(vit(), "Plain-SGD", lr=0.1, weight_decay=0.3, momentum=0.9, layer_decay=0.5)
+    expected = build(vit(), "sgd", lr=0.1, weight_decay=0.3, momentum=0.9, layer_decay=0.5)
+    assert type(found) is Plain
+    for group, other in zip(found.param_groups, expected.param_groups, strict=True):
+        keys = ("lr", "weight_decay", "momentum", "param_names")
+        assert [group[key] for key in keys] == [other[key] for key in keys]
+    with pytest.raises(BadInput, match="cannot be called 'soap'"):
+        unskip.optim.register("soap")
+    with pytest.raises(BadInput, match="plain-sgd"):
+        build(vit(), "plain-sdg", lr=0.1)

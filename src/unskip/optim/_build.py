@@ -3,14 +3,14 @@
 adamw  every parameter, fused on a GPU
 soap   every parameter; at least two axes: in the eigenbasis, vectors: as in Adam
 muon   hidden matrices by Muon; embeddings, tokens, input, head and vectors by AdamW, in one optimizer
-other  any optimizer of timm, by its timm name
+other  an optimizer that `register` added, or any of timm, by its timm name
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,21 @@ from unskip.optim._soap import SOAP
 from unskip.optim._stacks import matrix_shape
 
 Group = dict[str, Any]
+Make = Callable[..., torch.optim.Optimizer]
+_Registered = TypeVar("_Registered", bound=Make)
+_registered: dict[str, Make] = {}
+
+
+def register(name: str) -> Callable[[_Registered], _Registered]:
+    """Decorator: makes a class or function (params, lr, weight_decay, **options) an optimizer of `build`, by a name."""
+    if name != name.lower() or name in _OWN:
+        raise BadInput(f"an optimizer cannot be called {name!r}; choose another name, in lower case")
+
+    def add(make: _Registered) -> _Registered:
+        _registered[name] = make
+        return make
+
+    return add
 
 
 def build(
@@ -49,11 +64,12 @@ def build(
     if layer_decay is not None:
         number("build", "layer_decay", layer_decay)
     assigned = groups(model, layer_decay=layer_decay, split_qkv=split_qkv, decays=decays)
-    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "soap": _soap, "muon": _muon}
-    maker = makers.get(name.lower())
-    if maker is None:
-        maker = _from_timm(name, tuple(makers))
-    optimizer = maker(assigned, lr, weight_decay, options)
+    if name.lower() in _registered:
+        params = _param_groups(assigned, lr, weight_decay)
+        optimizer = _registered[name.lower()](params, lr=lr, weight_decay=weight_decay, **options)
+    else:
+        maker = _OWN.get(name.lower()) or _from_timm(name, (*_OWN, *_registered))
+        optimizer = maker(assigned, lr, weight_decay, options)
     check_assignment(assigned, optimizer)
     return optimizer
 
@@ -104,7 +120,10 @@ def _muon(assigned: Groups, lr: float | Tensor, weight_decay: float, options: di
     return Muon(chosen, **{"lr": lr, "splits": hidden, **options})
 
 
-def _from_timm(name: str, ours: tuple[str, ...]) -> Callable[..., torch.optim.Optimizer]:
+_OWN: dict[str, Make] = {"adamw": _adamw, "soap": _soap, "muon": _muon}
+
+
+def _from_timm(name: str, ours: tuple[str, ...]) -> Make:
     factory: Any = import_module("timm.optim")
     known = [*map(str, factory.list_optimizers())]
     if name.lower() not in known:

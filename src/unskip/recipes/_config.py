@@ -30,7 +30,7 @@ class Config:
     freeze_heads: int | None = None  # first heads per attention (those of carry=) kept as initialised, and paired units
     carry_rate: float = 0.0  # if above 0, their W_V, W_O and paired units take this fraction of each step
     weights: str | None = None  # weights to start from
-    optimizer: str = "adamw"  # adamw | soap | muon | any optimizer of timm
+    optimizer: str = "adamw"  # adamw | soap | muon | any optimizer of timm or of unskip.optim.register
     lr: float = 1e-3  # peak learning rate
     weight_decay: float = 0.05  # of the parameters selected by `decays`
     decays: Decays = "matrices"  # matrices: all weight matrices | blocks: weights and biases of the blocks only
