@@ -3,7 +3,7 @@
     python benchmarks/presets.py                 # all of them, three seeds, about half an hour
     python benchmarks/presets.py --only lm sit   # some recipes
 
-The numbers are the last evaluations of each run. `unskip recipes` quotes them as the expected results.
+The numbers are the last evaluations of each run. The expected results that `unskip recipes` lists are from this record.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
 """Numbers in README and docs match the records in docs/results, from which `make results` writes the tables."""
 
+import json
+import statistics
 import sys
 from pathlib import Path
 
 import pytest
+
+import unskip
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -49,3 +53,15 @@ def test_changed_numbers_are_found() -> None:
     changed = text.replace("| residual | 74.1", "| residual | 75.1")
     assert changed != text
     assert _pages.filled(changed) == text
+
+
+def test_expected_results_of_presets_match_the_record() -> None:
+    names = {"supervised": "test_accuracy", "mae": "knn20", "simclr": "cls_knn20", "dino": "cls_knn20"}
+    names |= {"sit": "test_loss", "uvit": "test_loss", "lm": "test_bits_per_byte"}
+    record = json.loads((ROOT / "docs" / "results" / "presets-cpu.json").read_text(encoding="utf-8"))
+    for run, rows in record["results"].items():
+        recipe, preset = run.split()
+        scale, digits = (1, 3 if recipe == "sit" else 2) if recipe in ("sit", "uvit", "lm") else (100, 1)
+        values = [scale * row[names[recipe]] for row in rows]
+        text = f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+        assert text in unskip.recipes.RECIPES[recipe].presets[preset].expected

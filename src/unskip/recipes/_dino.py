@@ -102,8 +102,8 @@ _PRESETS = {
         | {"projection": 256, "hidden": 128, "bottleneck": 64, "momentum": 0.98, "teacher_temperature": 0.04}
         | {"teacher_warmup": 0.0, "weight_decay_end": 0.2, "head_norm": True, "bottleneck_norm": True}
         | {"freeze_last": None},
-        "a few minutes on one CPU core",
-        "no collapse: teacher entropy below 0.95 log(256), divergence above 0.3",
+        "about a minute on one CPU core",
+        "no collapse: kNN of the class token 46.9 ± 2.4 (three seeds)",
     ),
     "cifar": Preset(
         {"data": "cifar10", "size": 32, "patch": 4, "model_args": "depth=12,embed_dim=192,num_heads=3"}

@@ -90,8 +90,8 @@ _PRESETS = {
     "stdlib-tiny": Preset(
         {"model_args": "hidden_size=128,num_hidden_layers=4,num_attention_heads=4", "context": 128, "batch": 32}
         | {"steps": 600, "lr": 2e-3},
-        "minutes on two CPU cores",
-        "not measured",
+        "four minutes on one CPU core",
+        "2.48 ± 0.03 bits per byte (three seeds)",
     ),
     "stdlib-small": Preset(
         {"model_args": _SMALL, "context": 256, "batch": 128, "steps": 3000, "lr": 1e-3, "precision": "bf16"}

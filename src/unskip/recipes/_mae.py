@@ -60,8 +60,8 @@ _PRESETS = {
         {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "flip": False}
         | {"crop": "none", "epochs": 30, "batch": 64, "lr": 1e-3, "mask": 0.5}
         | {"decoder_width": 32, "decoder_depth": 2, "decoder_heads": 4},
-        "under a minute on one CPU core",
-        "not measured",
+        "half a minute on one CPU core",
+        "kNN 53.1 ± 2.2 (three seeds)",
     ),
     "cifar": Preset(
         {"data": "cifar10", "size": 32, "model_args": "depth=12,embed_dim=192,num_heads=3", "epochs": 200}

@@ -48,7 +48,7 @@ _PRESETS = {
         {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "jitter": 0.5}
         | {"scale": 0.4, "batch": 64, "epochs": 30, "lr": 1e-3, "hidden": 128, "projection": 32},
         "about a minute on one CPU core",
-        "not measured",
+        "kNN of the class token 81.2 ± 1.0 (three seeds)",
     ),
     "cifar": Preset(
         {"data": "cifar10", "size": 32, "patch": 4, "model_args": "depth=12,embed_dim=192,num_heads=3"}

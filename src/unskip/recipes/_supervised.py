@@ -102,8 +102,8 @@ _PRESETS = {
     "digits": Preset(
         {"data": "digits", "size": 8, "patch": 2, "model_args": "depth=4,embed_dim=64,num_heads=4", "flip": False}
         | {"crop": "none", "epochs": 30, "smoothing": 0.0, "batch": 64, "lr": 3e-3},
-        "about a minute on two CPU cores",
-        "not measured",
+        "half a minute on one CPU core",
+        "accuracy 95.6 ± 1.1 (three seeds)",
     ),
     "cifar": Preset(
         {"data": "cifar10", "size": 32, "batch": 512, "precision": "bf16", "compile": True, "graph": True} | _VIT_192,
