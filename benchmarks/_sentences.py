@@ -10,6 +10,7 @@ import _mae_results
 from _sentences_prose import prose
 from _tables import FROZEN, dino_cells, record, runs
 from _tables_studies import STARTS, start
+from lm import CARRYING
 
 
 def sentences() -> Iterator[tuple[str, str]]:
@@ -347,7 +348,7 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
         (wiring, optimizer): min(
             row["val_bits_per_byte"] for row in runs("lm-stdlib-cpu", f"search | {wiring} | {optimizer}")
         )
-        for wiring in ("residual", "MLP skips cut", "all cut + init")
+        for wiring in ("residual", "MLP skips cut", "all cut + init", "wide, residual", CARRYING)
         for optimizer in ("adamw", "soap")
     }
     behind = {pair: bits - best["residual", pair[1]] for pair, bits in best.items()}
@@ -355,7 +356,8 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
         [behind[wiring, each] for each in ("soap", "adamw")] for wiring in ("MLP skips cut", "all cut + init")
     )
     yield "lm", f"under SOAP {mlp[0]:.2f} bits per byte behind residual, under AdamW {mlp[1]:.2f}"
-    yield "lm", f"{every[0]:.2f} behind under SOAP"
+    less = best[CARRYING, "soap"] - best["wide, residual", "soap"]
+    yield "lm", f"{every[0]:.2f} behind under SOAP, and with carrying heads {less:.2f} behind"
     yield (
         "lm",
         f"{best['residual', 'adamw'] - best['residual', 'soap']:.2f} bits per byte better than AdamW with all skips",

@@ -6,7 +6,7 @@ from typing import Any
 
 from _lm_run import value
 from _tables import best_corloc, lines, record, runs, spread, table
-from lm import WIRINGS, chosen_of
+from lm import CARRYING, WIRINGS, chosen_of
 
 
 @table
@@ -240,20 +240,40 @@ def lm_absorb() -> str:
     return lines("your MLP | verdict | why | what to do", rows)
 
 
+def _searched(wiring: str, optimizer: str) -> tuple[float, float] | None:
+    """Held-out bits per byte and the learning rate of the best run of a complete search."""
+    done = record("lm-stdlib-cpu")["runs"]
+    if chosen_of(wiring, optimizer, done, small=True)[1] is None:
+        return None
+    tried = [row for name, row in done.items() if name.startswith(f"search | {wiring} | {optimizer} |")]
+    best = min(tried, key=value)
+    return value(best), best["config"]["lr"]
+
+
 @table
 def lm_search() -> str:
-    done = record("lm-stdlib-cpu")["runs"]
     rows = []
     for wiring in WIRINGS:
-        cells = []
-        for optimizer in ("adamw", "soap"):
-            _, chosen = chosen_of(wiring, optimizer, done, small=True)
-            tried = [row for name, row in done.items() if name.startswith(f"search | {wiring} | {optimizer} |")]
-            best = min(tried, key=value, default=None)
-            found = chosen is not None and best is not None
-            cells += [f"{value(best):.2f}", f"{best['config']['lr']:g}"] if found else ["", ""]
-        rows.append([wiring, *cells])
+        found = [_searched(wiring, optimizer) for optimizer in ("adamw", "soap")]
+        cells = [[f"{each[0]:.2f}", f"{each[1]:g}"] if each else ["", ""] for each in found]
+        rows.append([wiring, *cells[0], *cells[1]])
     return lines("held-out bits per byte | AdamW | learning rate | SOAP | learning rate", rows)
+
+
+@table
+def language() -> str:
+    changes = {
+        ("MLP skips cut", "soap"): ("MLP skips cut, `skipless_`", "residual"),
+        ("all cut + init", "soap"): ("all cut, `skipless_`", "residual"),
+        (CARRYING, "soap"): ("all cut, half of the heads carry", "wide, residual"),
+        ("decay to 0.1", "adamw"): ("decayed to a product of 0.1", "residual"),
+    }
+    rows = []
+    for (wiring, optimizer), (label, control) in changes.items():
+        pair = [_searched(name, optimizer) for name in (control, wiring)]
+        name = {"soap": "SOAP", "adamw": "AdamW"}[optimizer]
+        rows.append([label, name, *(f"{each[0]:.2f}" for each in pair if each is not None)])
+    return lines("change | optimizer | residual | changed", rows)
 
 
 @table

@@ -39,6 +39,7 @@ from typing import Any
 from _lm_run import Config, tell, value, work
 from _study import ROOT, Job, about, arguments, drawing, opened, results, search, serve, study
 
+CARRYING = "wide, all cut, half of the heads carry"
 WIRINGS: dict[str, Config] = {
     "residual": {"shortcut": "keep"},
     "decay to 0.1": {"shortcut": "decay:product=0.1"},
@@ -48,7 +49,7 @@ WIRINGS: dict[str, Config] = {
     "attention skips cut": {"shortcut": "cut", "where": "attention"},
     "all cut + init": {"shortcut": "cut"},
     "wide, residual": {"shortcut": "keep", "wide": True},
-    "wide, all cut, half of the heads carry": {"shortcut": "cut", "wide": True, "carry_rate": 0.1},
+    CARRYING: {"shortcut": "cut", "wide": True, "carry_rate": 0.1},
 }
 CODE = "position_code=orthogonal"  # for every wiring
 UNIT = "skipless:shaped,vo_gain=1,mlp_gain=1"  # branches as large as the stream, for models that keep some skips
