@@ -34,6 +34,19 @@ def test_attention_under_a_causal_mask_is_calibrated() -> None:
     assert [row["uniform"] for row in rows] == pytest.approx([uniform] * 2)
 
 
+@pytest.mark.parametrize("kind", ["llama", "stablelm"])  # rotary on the whole head, and on a quarter of it
+def test_attention_with_rotary_positions_is_calibrated(kind: str) -> None:
+    model, ids = made(kind)
+    unskip.rewire(model, "cut", ids, where="attention")
+    with warnings.catch_warnings(action="ignore"):
+        skipless_(model, ids, self_attention=[0.7, 0.5], generator=torch.Generator().manual_seed(0))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(ids, output_attentions=True).attentions
+    reached = [float(each.diagonal(dim1=-2, dim2=-1).mean()) for each in attentions]
+    assert reached == pytest.approx([0.7, 0.5], abs=0.01)
+
+
 def test_the_effect_of_rotary_positions_and_grouped_queries_is_noted() -> None:
     model, ids = made("llama", num_key_value_heads=2)
     with warnings.catch_warnings(action="ignore"):

@@ -81,7 +81,7 @@ def solve_(
         tokens = _input(model, part, example)
         visible = None
         if "mask" in part.extras:  # for example causal: unmasked entries have a weight above 0
-            visible = trace_parts(model, example, weighted=True).probabilities(part.site.index) > 0
+            visible = _attention(model, example, part) > 0
         matrices = draw.normal(part.heads, tokens.shape[-1], tokens.shape[-1], dtype=torch.float32)
         matrices /= math.sqrt(tokens.shape[-1])
         _fill(part, _NEAR_UNIFORM * matrices)
@@ -89,7 +89,11 @@ def solve_(
         for _ in range(_STEPS):
             middle = (low + high) / 2 if low > 1 else math.sqrt(max(low, 0.02) * high)
             _fill(part, noise * matrices[:count] + middle * torch.eye(tokens.shape[-1]))
-            reached = float(_self_attention(part, tokens, visible)[:count].mean())
+            if "query-key positions" in part.extras:  # rotary: known from a run of the model alone
+                own = _attention(model, example, part).diagonal(dim1=-2, dim2=-1).mean((0, 2))
+            else:
+                own = _self_attention(part, tokens, visible)
+            reached = float(own[:count].mean())
             low, high = (middle, high) if reached < goal else (low, middle)
         yield Solved(part.site, middle, reached)
 
@@ -109,6 +113,7 @@ def targets(who: str, name: str, chosen: Parts, target: float | Sequence[float])
 
 def _refuse(part: AttentionParts, heads: int) -> None:
     extras = [extra for extra in part.extras if extra.startswith(("query-key", "score", "input"))]
+    extras = [extra for extra in extras if extra != "query-key positions"]
     why = None
     if part.cross or part.kv_heads != part.heads:
         why = "its heads share keys, or its keys come from another sequence"
@@ -130,6 +135,11 @@ def _fill(part: AttentionParts, matrices: Tensor) -> None:
     for bias in (part.q_bias, part.k_bias):
         if bias is not None:
             bias.zero_()
+
+
+def _attention(model: nn.Module, example: Example, part: AttentionParts) -> Tensor:
+    """The attention probabilities of a run of the model, (samples, heads, queries, keys)."""
+    return trace_parts(model, example, weighted=True).probabilities(part.site.index)
 
 
 def _self_attention(part: AttentionParts, tokens: Tensor, visible: Tensor | None) -> Tensor:
