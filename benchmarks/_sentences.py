@@ -357,6 +357,9 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
     )
     yield "lm", f"under SOAP {mlp[0]:.2f} bits per byte behind residual, under AdamW {mlp[1]:.2f}"
     less = best[CARRYING, "soap"] - best["wide, residual", "soap"]
+    longer = [runs("lm-stdlib-cpu", f"final | {wiring} | soap | seed 0")[0]["test_bits_per_byte"]
+              for wiring in (CARRYING, "wide, residual")]  # fmt: skip
+    yield "lm", "1,200 steps {:.2f} (test split, {:.2f} against {:.2f}".format(longer[0] - longer[1], *longer)
     yield "lm", f"{every[0]:.2f} behind under SOAP, and with carrying heads {less:.2f} behind"
     yield (
         "lm",
