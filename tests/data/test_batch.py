@@ -141,6 +141,20 @@ def test_deep_grey_images_are_scaled_and_not_clipped(tmp_path: Path) -> None:
     torch.testing.assert_close(x, torch.full_like(x, 0.4), atol=0.01, rtol=0)
 
 
+def test_deep_grey_images_of_the_pgm_format_are_scaled_and_not_clipped(tmp_path: Path) -> None:
+    values = numpy.full((8, 8), 26214, dtype=">u2")  # 0.4 of 65535
+    (tmp_path / "a.pgm").write_bytes(b"P5 8 8 65535\n" + values.tobytes())
+    x = batch(tmp_path, size=4, **PLAIN)
+    torch.testing.assert_close(x, torch.full_like(x, 0.4), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [numpy.int32, numpy.float32])
+def test_images_of_32_bits_a_channel_are_refused(tmp_path: Path, dtype: Any) -> None:
+    Image.fromarray(numpy.full((8, 8), 1000, dtype)).save(tmp_path / "a.tiff")
+    with pytest.raises(BadInput, match="32 bits a channel"):
+        batch(tmp_path, size=4, **PLAIN)
+
+
 def test_one_channel_can_be_requested(tmp_path: Path) -> None:
     save(tmp_path / "a.png", (255, 255, 255))
     x = batch(tmp_path, size=4, mean=(0.5,), std=(0.5,))

@@ -103,6 +103,7 @@ def test_a_field_of_the_wrong_type_is_refused(field: str, value: object, message
     ("mae", "digits", {"scale": 0.5}, "crop is none; use resized"),
     ("dino", "digits", {"balance": "sinkhorn", "centre_momentum": 0.5}, "balance is sinkhorn"),
     ("sit", "digits", {"cache": "elsewhere"}, "it is for latents"),
+    ("dino", "digits", {"weight_decay": 0.0, "weight_decay_end": 0.4}, "weight_decay is 0, so that nothing decays"),
 ])  # fmt: skip
 def test_a_field_without_effect_is_refused(
     tmp_path: Path, recipe: str, preset: str, changes: dict[str, Any], message: str

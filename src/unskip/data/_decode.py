@@ -42,8 +42,11 @@ def opened(source: Callable[[], BinaryIO], place: Callable[[], str]) -> Image:
                 raise ValueError(f"{image.width}x{image.height} pixels; at most {MOST_PIXELS} are decoded")
             if image.format != "JPEG" or not image.info.keys().isdisjoint(_ORIENTATION):
                 ImageOps.exif_transpose(image, in_place=True)
-            if image.mode.startswith("I;16"):  # convert() would clip it at 255
+            if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+                # 16 bits, which convert() would clip at 255
                 return Image.fromarray((numpy.asarray(image) // 257).astype(numpy.uint8))
+            if image.mode in ("I", "F"):  # of unknown range, which convert() would clip at 255
+                raise ValueError("32 bits a channel; 8 and 16 bits are read")
             mode = "L" if image.mode in _GRAY else "RGB"
             image.load()
             return image.convert(mode) if image.mode != mode else image

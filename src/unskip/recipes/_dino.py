@@ -73,6 +73,8 @@ class Dino(Config):
             reasons |= dict.fromkeys(("local_size", "local_scale"), "there are no local crops; set local_crops")
         if self.weights is not None:
             reasons["init"] = "weights replace it; leave weights out"
+        if not self.weight_decay:
+            reasons["weight_decay_end"] = "weight_decay is 0, so that nothing decays; set it above 0"
         return reasons
 
 
