@@ -10,7 +10,7 @@ import torch
 
 import unskip
 from unskip.errors import InitError
-from unskip.init import PRESETS, skipless_, verify_skipless
+from unskip.init import PRESETS, calibrate_, skipless_, verify_skipless
 from unskip.recipes._causal import architecture, build_causal
 
 pytest.importorskip("transformers")
@@ -32,6 +32,18 @@ def test_attention_under_a_causal_mask_is_calibrated() -> None:
     assert [row["calibrated"] for row in rows] == pytest.approx([0.8] * 2, abs=0.01)
     uniform = sum(1 / n for n in range(1, 33)) / 32  # mean self-attention of uniform causal attention
     assert [row["uniform"] for row in rows] == pytest.approx([uniform] * 2)
+
+
+def test_calibration_does_not_depend_on_the_weights_before() -> None:
+    """Large weights give attention that rounds to 0 where nothing is masked."""
+    model, ids = made("gpt2")
+    for block in model.transformer.h:
+        block.attn.c_attn.weight.data.mul_(500)
+    solved = calibrate_(model, ids, 0.8, generator=torch.Generator().manual_seed(0))
+    rows = unskip.measure(model, ids, jacobians="off").sites[::2]
+    reached = [sum(row.self_attention or ()) / 4 for row in rows]
+    assert reached == pytest.approx([0.8] * 2, abs=0.01)
+    assert reached == pytest.approx([each.self_attention for each in solved], abs=1e-4)
 
 
 def test_the_effect_of_rotary_positions_and_grouped_queries_is_noted() -> None:

@@ -79,12 +79,12 @@ def solve_(
         count = heads[part.site.index]
         _refuse(part, count)
         tokens = _input(model, part, example)
-        visible = None
-        if "mask" in part.extras:  # for example causal: unmasked entries have a weight above 0
-            visible = trace_parts(model, example, weighted=True).probabilities(part.site.index) > 0
         matrices = draw.normal(part.heads, tokens.shape[-1], tokens.shape[-1], dtype=torch.float32)
         matrices /= math.sqrt(tokens.shape[-1])
         _fill(part, _NEAR_UNIFORM * matrices)
+        visible = None
+        if "mask" in part.extras:  # for example causal: near-uniform attention is above 0 wherever it is not masked
+            visible = trace_parts(model, example, weighted=True).probabilities(part.site.index) > 0
         low, high, middle, reached = 0.0, _MOST, 0.0, math.nan
         for _ in range(_STEPS):
             middle = (low + high) / 2 if low > 1 else math.sqrt(max(low, 0.02) * high)
