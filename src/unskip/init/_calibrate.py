@@ -116,6 +116,8 @@ def _refuse(part: AttentionParts, heads: int) -> None:
         why = f"its attention does not depend on its weights alone ({', '.join(extras)})"
     elif part.head_dim > part.q.shape[2]:
         why = "its heads are wider than the stream"
+    elif part.site.runs > 1:
+        why = f"it runs {part.site.runs} times with the same weights, each time on other tokens"
     if why is not None:
         raise InitError(f"{named([part.site])}: not calibrated: {why}. {_ELSE}")
     if not 0 < heads <= part.heads:
