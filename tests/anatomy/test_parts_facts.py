@@ -1,5 +1,7 @@
 """Fields of parts (heads, activations, gates, scales), and the reasons for branches without parts."""
 
+from collections.abc import Callable
+
 import pytest
 import tests.zoo.more  # noqa: F401  (enters its families into the registry)
 import timm
@@ -48,6 +50,38 @@ def test_an_empty_cache_is_no_position_of_keys(name: str) -> None:
     assert model(**example).past_key_values is not None
     part = next(unskip.parts(model, example).attentions())
     assert part.extras == ATTENTIONS[name][-1]
+
+
+class Queries(nn.Module):
+    """One head of attention with a step on its queries and keys."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.step(self.q(x)) @ self.step(self.k(x)).transpose(1, 2)).softmax(-1)
+        return x + self.out(weights @ self.v(x))
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary positions as complex numbers, as in Llama 4's image encoder."""
+    turns = torch.polar(torch.ones(3, 4), torch.arange(12.0).view(3, 4))
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * turns).flatten(2)
+
+
+STEPS = {
+    "positions": rotate,
+    "scale": lambda x: x * torch.linspace(1, 2, 8),  # of each channel, as in TimesFM
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_complex_rotary_positions_and_scales_of_channels_are_reported(step: str) -> None:
+    model = Queries(STEPS[step])
+    (part,) = unskip.parts(model, torch.randn(2, 3, 8)).attentions()
+    assert part.extras == (f"query-key {step}",)
 
 
 class Resampler(nn.Module):

@@ -10,7 +10,7 @@ import torch
 
 import unskip
 from unskip.errors import InitError
-from unskip.init import PRESETS, skipless_, verify_skipless
+from unskip.init import PRESETS, calibrate_, skipless_, verify_skipless
 from unskip.recipes._causal import architecture, build_causal
 
 pytest.importorskip("transformers")
@@ -45,6 +45,20 @@ def test_attention_with_rotary_positions_is_calibrated(kind: str) -> None:
         attentions = model(ids, output_attentions=True).attentions
     reached = [float(each.diagonal(dim1=-2, dim2=-1).mean()) for each in attentions]
     assert reached == pytest.approx([0.7, 0.5], abs=0.01)
+
+
+def test_calibration_does_not_depend_on_the_weights_before() -> None:
+    """Large weights give attention that rounds to 0 where nothing is masked."""
+    model, ids = made("gpt2")
+    for block in model.transformer.h:
+        block.attn.c_attn.weight.data.mul_(500)
+    solved = calibrate_(model, ids, 0.8, generator=torch.Generator().manual_seed(0))
+    rows = unskip.measure(model, ids, jacobians="off").sites[::2]
+    reached = [sum(row.self_attention or ()) / 4 for row in rows]
+    assert reached == pytest.approx([0.8] * 2, abs=0.01)
+    assert reached == pytest.approx([each.self_attention for each in solved], abs=1e-4)
+
+
 
 
 def test_the_effect_of_rotary_positions_and_grouped_queries_is_noted() -> None:

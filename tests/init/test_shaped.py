@@ -187,3 +187,21 @@ def test_mlp_bias_of_gated_mlps_and_calibration_with_relative_positions_are_refu
     shape = {"img_size": 16, "patch_size": 4, "depth": 1, "embed_dim": 48, "num_heads": 3}
     with pytest.raises(InitError, match="score bias"):
         calibrate_(timm.create_model("beit_base_patch16_224", **shape), images()[:2], 0.5)
+
+
+class Loop(nn.Module):
+    """One block that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = vit().blocks[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.block(x)
+        return x
+
+
+def test_calibration_of_attention_that_runs_twice_is_refused() -> None:
+    with pytest.raises(InitError, match="runs 2 times"):
+        calibrate_(Loop(), torch.randn(2, 16, 48, generator=seeded()), 0.5)

@@ -230,11 +230,18 @@ def _extras(graph: Graph, source: int, target: int, where: str) -> list[str]:
             extras.append(f"{where} norm")
         elif node.op in _ops.ADD or (node.op == "cat" and where != "value" and _joins(graph, node)):
             extras.append(f"{where} positions" if where == "query-key" else f"{where} sum")
-        elif node.op == "mul" and len(node.parents) == 2 and not any(graph.nodes[p].fixed for p in node.parents):
-            extras.append(f"{where} gate")
+        elif node.op in _ops.SCALE and len(node.parents) == 2:
+            fixed = [graph.values[parent] for parent in node.parents if graph.nodes[parent].fixed]
+            if graph.values[node.index].is_complex():  # rotary, as complex numbers
+                extras.append(f"{where} positions")
+            elif any(value.numel() > 1 for value in fixed):
+                extras.append(f"{where} scale")
+            elif node.op == "mul" and not fixed:
+                extras.append(f"{where} gate")
         elif node.op in _ops.ACTIVATION - {"clamp_min"}:  # clamp_min guards a division
             extras.append(f"{where} {node.op}")
-    return extras
+    rotary = f"{where} positions" in extras  # which multiply by sines and cosines
+    return [extra for extra in extras if not (rotary and extra == f"{where} scale")]
 
 
 def _joins(graph: Graph, node: Node) -> bool:

@@ -79,12 +79,12 @@ def solve_(
         count = heads[part.site.index]
         _refuse(part, count)
         tokens = _input(model, part, example)
-        visible = None
-        if "mask" in part.extras:  # for example causal: unmasked entries have a weight above 0
-            visible = _attention(model, example, part) > 0
         matrices = draw.normal(part.heads, tokens.shape[-1], tokens.shape[-1], dtype=torch.float32)
         matrices /= math.sqrt(tokens.shape[-1])
         _fill(part, _NEAR_UNIFORM * matrices)
+        visible = None
+        if "mask" in part.extras:  # for example causal: near-uniform attention is above 0 wherever it is not masked
+            visible = _attention(model, example, part) > 0
         low, high, middle, reached = 0.0, _MOST, 0.0, math.nan
         for _ in range(_STEPS):
             middle = (low + high) / 2 if low > 1 else math.sqrt(max(low, 0.02) * high)
@@ -121,6 +121,8 @@ def _refuse(part: AttentionParts, heads: int) -> None:
         why = f"its attention does not depend on its weights alone ({', '.join(extras)})"
     elif part.head_dim > part.q.shape[2]:
         why = "its heads are wider than the stream"
+    elif part.site.runs > 1:
+        why = f"it runs {part.site.runs} times with the same weights, each time on other tokens"
     if why is not None:
         raise InitError(f"{named([part.site])}: not calibrated: {why}. {_ELSE}")
     if not 0 < heads <= part.heads:

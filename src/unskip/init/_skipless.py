@@ -239,7 +239,7 @@ def _notes(chosen: Parts, parts: Sequence[Name]) -> list[str]:
                 f"{named([p.site for p in more])}: the path from values to the stream has more than W_V W_O "
                 f"({', '.join(_between(more[0]))}), so the condition of W_V W_O is not that of the path"
             )
-    sized = [p.site for p in chosen.attentions() if {"query-key norm", "score scale"} & {*p.extras}]
+    sized = [p.site for p in chosen.attentions() if {"query-key norm", "query-key scale", "score scale"} & {*p.extras}]
     if "query-key" in parts and sized:
         notes.append(
             f"{named(sized)}: the model normalises or scales its queries and keys, so their weights alone do not set "

@@ -225,7 +225,9 @@ def _from_isometry(matrix: Tensor, size: float, rank: int) -> float:
 def _check_query_key(
     traced: PartsTrace, part: AttentionParts, goal: float | None, carry: int | None, row: RowBuilder
 ) -> None:
-    if not {"query-key norm", "score scale"} & {*part.extras}:  # else the weights do not set the size of the logits
+    if not {"query-key norm", "query-key scale", "score scale"} & {
+        *part.extras
+    }:  # else the weights do not set the size of the logits
         mass = _self_attention(part)
         row.values["self-attention"], row.values["least"] = float(mass.mean()), float(mass.min())
         row.expect(
