@@ -59,8 +59,6 @@ def test_calibration_does_not_depend_on_the_weights_before() -> None:
     assert reached == pytest.approx([each.self_attention for each in solved], abs=1e-4)
 
 
-
-
 def test_the_effect_of_rotary_positions_and_grouped_queries_is_noted() -> None:
     model, ids = made("llama", num_key_value_heads=2)
     with warnings.catch_warnings(action="ignore"):
