@@ -348,7 +348,7 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
         (wiring, optimizer): min(
             row["val_bits_per_byte"] for row in runs("lm-stdlib-cpu", f"search | {wiring} | {optimizer}")
         )
-        for wiring in ("residual", "MLP skips cut", "all cut + init", "wide, residual", CARRYING)
+        for wiring in ("residual", "MLP skips cut", "all cut + init", "wide, residual", CARRYING, "decay to 0.1")
         for optimizer in ("adamw", "soap")
     }
     behind = {pair: bits - best["residual", pair[1]] for pair, bits in best.items()}
@@ -357,8 +357,13 @@ def _scanned_models() -> Iterator[tuple[str, str]]:
     )
     yield "lm", f"under SOAP {mlp[0]:.2f} bits per byte behind residual, under AdamW {mlp[1]:.2f}"
     less = best[CARRYING, "soap"] - best["wide, residual", "soap"]
-    longer = [runs("lm-stdlib-cpu", f"final | {wiring} | soap | seed 0")[0]["test_bits_per_byte"]
-              for wiring in (CARRYING, "wide, residual")]  # fmt: skip
+    final = [runs("lm-stdlib-cpu", f"final | {wiring} | soap | seed 0")[0] for wiring in (CARRYING, "wide, residual")]
+    longer = [row["test_bits_per_byte"] for row in final]
+    rounded = [row["quantised"]["bits_per_byte_4_tensor_clipped"] for row in final]
+    yield "lm", f"have {rounded[1]:.2f} with skips and {rounded[0]:.2f} without"
+    yield "lm", f"to 0.1 it costs {best['decay to 0.1', 'soap'] - best['residual', 'soap']:.2f} under SOAP"
+    attention = min(row["val_bits_per_byte"] for row in runs("lm-stdlib-cpu", "search | attention skips cut | soap"))
+    yield "lm", f"cutting them alone costs {attention - best['residual', 'soap']:.2f} under SOAP"
     yield "lm", "1,200 steps {:.2f} (test split, {:.2f} against {:.2f}".format(longer[0] - longer[1], *longer)
     yield "lm", f"{every[0]:.2f} behind under SOAP, and with carrying heads {less:.2f} behind"
     yield (

@@ -263,17 +263,18 @@ def lm_search() -> str:
 @table
 def language() -> str:
     changes = {
-        ("MLP skips cut", "soap"): ("MLP skips cut, `skipless_`", "residual"),
-        ("all cut + init", "soap"): ("all cut, `skipless_`", "residual"),
-        (CARRYING, "soap"): ("all cut, half of the heads carry", "wide, residual"),
-        ("decay to 0.1", "adamw"): ("decayed to a product of 0.1", "residual"),
+        "MLP skips cut": ("MLP skips cut, `skipless_`", "residual"),
+        "all cut + init": ("all cut, `skipless_`", "residual"),
+        CARRYING: ("all cut, half of the heads carry", "wide, residual"),
+        "attention skips cut": ("attention skips cut, `skipless_`", "residual"),
+        "decay to 0.1": ("decayed to a product of 0.1", "residual"),
+        "decay to 1e-2": ("decayed to a product of 0.01", "residual"),
     }
     rows = []
-    for (wiring, optimizer), (label, control) in changes.items():
-        pair = [_searched(name, optimizer) for name in (control, wiring)]
-        name = {"soap": "SOAP", "adamw": "AdamW"}[optimizer]
-        rows.append([label, name, *(f"{each[0]:.2f}" for each in pair if each is not None)])
-    return lines("change | optimizer | residual | changed", rows)
+    for wiring, (label, control) in changes.items():
+        pair = [_searched(name, "soap") for name in (control, wiring)]
+        rows.append([label, *(f"{each[0]:.2f}" for each in pair if each is not None)])
+    return lines("change | residual | changed", rows)
 
 
 @table
