@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +53,9 @@ def test_losses_and_gradients_do_not_change(name: str) -> None:
     assert any(bool(each.any()) for each in grads if each is not None)
 
 
-def test_a_model_without_gradient_checkpointing_is_refused() -> None:
-    config = recipes.supervised("digits", model="torchvision:resnet18", size=32, steps=1, grad_checkpointing=True)
-    with pytest.raises(BadInput, match=r"ResNet.*set_grad_checkpointing"):
+def test_a_model_without_gradient_checkpointing_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text("from torch import nn\ndef plain(**_): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n")
+    config = recipes.supervised("digits", model=f"{file}:plain", steps=1, grad_checkpointing=True)
+    with pytest.raises(BadInput, match=r"Sequential.*set_grad_checkpointing"):
         build_task(config)
