@@ -60,7 +60,7 @@ def readme() -> str:
     top, every = "accuracy", "10,000"
     rows = [
         (short, decayed, top, kept, accuracy("decayed"), every, "3", parts),
-        (f"{short}, each at its best weight decay", decayed, top, *tuned, every, "1", "decay"),
+        (f"{short}, each at its chosen weight decay", decayed, top, *tuned, every, "1", "decay"),
         (short, "MLP skips cut, `skipless_`", top, kept, accuracy("mlp cut + init"), every, "3", parts),
         (short, "all cut, `skipless_`", top, kept, accuracy("skipless + init"), every, "3", parts),
         (short, "all cut, default initialisation", top, kept, accuracy("skipless"), every, "3", parts),

@@ -70,7 +70,7 @@ def decay_classifier() -> str:
             cells += [spread(score) if found else "", *(settings or [""])][: 1 if "long" in start else 2]
         rows.append(cells)
     head = "AdamW, 20 epochs | lr, weight decay | SOAP, 20 epochs | lr, weight decay"
-    return lines(f" | {head} | SOAP, 100 epochs, weight decay 0.3 | weight decay 1", rows)
+    return lines(f" | {head} | SOAP, 100 epochs, weight decay 0.3 | the same, weight decay 1", rows)
 
 
 @table

@@ -116,6 +116,17 @@ class Sequence(nn.Module):
         return x + self.over_time(x.transpose(1, 2)).transpose(1, 2).relu()
 
 
+class Normalised(nn.Module):
+    """(images, channels, times), with a norm over the channels before a convolution over the times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.over_time = nn.LayerNorm(6), nn.Conv1d(6, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.over_time(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
 class TokensOut(nn.Module):
     """Adds to a feature map and returns tokens, as in Twins."""
 
@@ -136,6 +147,7 @@ class TokensOut(nn.Module):
         (Pooled, (2, 6, 3, 4)),
         (Sequence, (2, 5, 6)),
         (Sequence, (2, 6, 6)),
+        (Normalised, (2, 6, 5)),
         (TokensOut, (2, 8, 6)),
     ],
 )
@@ -145,6 +157,8 @@ def test_the_feature_axis_of_any_layout(block: type[nn.Module], shape: tuple[int
     expected = model[0](x)
     if block in (FeatureMaps, Pooled):
         expected = expected.flatten(2).transpose(1, 2)
+    if block is Normalised:
+        expected = expected.transpose(1, 2)
     assert torch.equal(unskip.features(model, x, pool=None)[0], expected)
     assert torch.allclose(unskip.features(model, x)[0], expected.mean(1), atol=1e-6)
     wiring = unskip.rewire(model, "learn:0.5,channel", x)

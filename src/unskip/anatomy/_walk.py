@@ -156,7 +156,7 @@ def channel_axis(nodes: list[Node], path: list[Node], shape: tuple[int, ...]) ->
         read = next((nodes[parent].shape for parent in node.parents if not nodes[parent].fixed), ())
         if is_product(nodes, node) or len(read) < 2:
             continue
-        if not first and len(shape) == 3:
+        if _ops.is_matmul(node.op) and not first and len(shape) == 3:
             return -1  # a matrix product over the other axis mixes tokens
         one, last = (size == read[1 if first else -1] for size in (shape[1], shape[-1]))
         if one or last:

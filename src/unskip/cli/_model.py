@@ -131,6 +131,8 @@ def samples_for(
         if source.startswith("random:"):
             return _noise(example, source, len(data_batch(source, size=1)), bool(shapes)), None
         if not source.endswith(".npy"):
+            if images:
+                raise BadInput(f"--data {source}: the model takes {len(example.values)} inputs; give random:{n}")
             raise BadInput(
                 f"--data {source}: the model takes no images; give an .npy file of its inputs, or random:{n}. Text is "
                 "read for the run of a language model"

@@ -117,8 +117,8 @@ def _note_missing(samples: Samples) -> None:
     rounded = [block.path for block in blocks if samples.rounding.anywhere(block.index, block.outputs)]
     if rounded:
         notes.append(
-            f"{some(rounded)}: rank collapse; tokens differ by little more than rounding; what "
-            "that changes of rank, similarity and frequencies is left out. Run the model in float64 to measure them."
+            f"{some(rounded)}: rank collapse; tokens differ by little more than rounding. Values of rank, similarity "
+            "and frequencies that float64 changes are left out; run the model in float64 to measure them."
         )
     if all(math.isnan(share) for block in blocks for share in block.high):
         notes.append("no images, or no matching token grid: no spatial frequencies (pass grid=)")
