@@ -68,7 +68,9 @@ def test_other_instances_and_the_classes_are_left_alone(family: Family) -> None:
     assert changes(modules, snapshot(other)) == []
     for cls in classes(other):
         attributes, names = PRISTINE[cls]
-        assert dict(vars(cls)) == attributes
+        # Python adds empty annotations to a class when they are read, as torch.jit did in earlier tests.
+        found = {name: value for name, value in vars(cls).items() if name != "__annotations__" or name in attributes}
+        assert found == attributes
         new = set(vars(sys.modules[cls.__module__])) - names
         # torch.compile adds such names to modules in earlier tests.
         assert not [name for name in new if "unskip" in name and not name.startswith("__import_")]

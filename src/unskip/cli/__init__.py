@@ -115,7 +115,7 @@ def _main(args: list[str]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             raise
-        print(f"unskip: {error.filename or 'system error'}: {error.strerror}", file=sys.stderr)
+        print(f"unskip: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
         return 1
 
 
