@@ -63,11 +63,10 @@ def decay_classifier() -> str:
     for label in ("residual", "decay to 1e-2", "decay to 1e-3"):
         cells = [label]
         for column in columns:
-            start = f"{column.format(label)} |"
-            found = [row for name, row in done.items() if name.startswith(start)]
-            settings = [f"{row['config']['lr']:g}, {row['config']['weight_decay']:g}" for row in found[:1]]
-            score = [row["test_accuracy"] for row in found]
-            cells += [spread(score) if found else "", *(settings or [""])][: 1 if "long" in start else 2]
+            found = [row for name, row in done.items() if name.startswith(f"{column.format(label)} |")]
+            cells.append(spread(row["test_accuracy"] for row in found) if found else "")
+            if column.startswith("short"):
+                cells.append("{lr:g}, {weight_decay:g}".format(**found[0]["config"]) if found else "")
         rows.append(cells)
     head = "AdamW, 20 epochs | lr, weight decay | SOAP, 20 epochs | lr, weight decay"
     return lines(f" | {head} | SOAP, 100 epochs, weight decay 0.3 | the same, weight decay 1", rows)

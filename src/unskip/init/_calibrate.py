@@ -112,8 +112,8 @@ def targets(who: str, name: str, chosen: Parts, target: float | Sequence[float])
 
 
 def _refuse(part: AttentionParts, heads: int) -> None:
-    extras = [extra for extra in part.extras if extra.startswith(("query-key", "score", "input"))]
-    extras = [extra for extra in extras if extra != "query-key positions"]
+    others = (extra for extra in part.extras if extra != "query-key positions")
+    extras = [extra for extra in others if extra.startswith(("query-key", "score", "input"))]
     why = None
     if part.cross or part.kv_heads != part.heads:
         why = "its heads share keys, or its keys come from another sequence"
